@@ -1,0 +1,67 @@
+"""The round hooks that callbacks may implement."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fl_lightning.wire import Message, State
+
+
+class FederatedCallback(Callback):
+    """A Lightning callback with the hooks of a federated round, all of them doing nothing.
+
+    Any callback may implement any of these hooks: the loop looks them up by name and calls those it finds, between
+    Lightning's own ``on_train_batch_start`` and ``on_train_batch_end``. To derive from this class only helps type
+    checkers and editors.
+    """
+
+    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
+        """A round begins.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the federated method; it holds the server's model.
+            round: the round, from 0.
+            cohort: the clients that will train in it.
+        """
+
+    def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
+        """A client is about to train.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the federated method.
+            client: the client's number.
+            message: what the server sent to it.
+        """
+
+    def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
+        """A client has trained. Clients that are trained together end together, each with a call of its own.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the federated method.
+            client: the client's number.
+            message: what it sends to the server.
+        """
+
+    def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """All clients of the round have trained; the server has not yet used what they sent.
+
+        Defences and eavesdroppers act here. The list and the messages' tensors may be changed in place, and the server
+        aggregates what is left.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the federated method, with the server's model as it was sent.
+            messages: what crossed the wire, one message per client in the order of their numbers.
+        """
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """The round is over: the server's model and the clients' snapshots are up to date.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the federated method.
+            messages: the messages that were aggregated.
+        """

@@ -1,0 +1,83 @@
+"""The commands of ``fl-lightning``; each is imported only when it runs, so that help is quick."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import warnings
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """Where a command lives and what it does."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "fit": Command("fl_lightning.cli.lightning", "train a federation"),
+    "validate": Command("fl_lightning.cli.lightning", "evaluate every client after a run's last round"),
+    "test": Command("fl_lightning.cli.lightning", "evaluate every client on its test set"),
+    "predict": Command("fl_lightning.cli.lightning", "predict the classes of every client's test set"),
+    "partition": Command("fl_lightning.cli.partition", "build a partition, show it, write its manifest"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command; what the user can put right ends in one sentence and exit code 2."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"fl-lightning {version('fl-lightning')}")
+        return
+    if arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(COMMANDS)}."
+        _refuse(f"There is no command {arguments[0]!r}: {hint}")
+    _run(arguments)
+
+
+def usage() -> str:
+    """The help text of ``fl-lightning`` itself."""
+    lines = [f"  {name:<11}{command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: fl-lightning COMMAND [options]",
+            "",
+            "Personalised, fair and private federated learning on PyTorch Lightning.",
+            "",
+            *lines,
+            "",
+            "fl-lightning COMMAND --help lists a command's options,",
+            "fl-lightning fit --model.help FedProx those of a method.",
+        ]
+    )
+
+
+def _run(arguments: list[str]) -> None:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from fl_lightning.errors import FederationError
+
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning 2.6 with newer torch
+    command = importlib.import_module(COMMANDS[arguments[0]].module)
+    try:
+        command.main(arguments)
+    except Exception as error:
+        cause: BaseException | None = error  # jsonargparse wraps what a constructor raises
+        while cause is not None and not isinstance(cause, FederationError | MisconfigurationException):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        _refuse(" ".join(str(cause).split()))
+
+
+def _refuse(sentence: str) -> None:
+    print(f"fl-lightning: error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)

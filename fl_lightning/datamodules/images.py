@@ -1,0 +1,145 @@
+"""MNIST, Fashion-MNIST and CIFAR-10, read once through torchvision and held as uint8 tensors."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_lightning.datamodules.augmentation import CropAndFlip
+from fl_lightning.datamodules.base import FederatedDataModule, Samples
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Augment
+
+
+def data_root(root: str | None) -> str:
+    """The data folder: as given, else the environment's ``FL_LIGHTNING_DATA``, else ``data``."""
+    return root or os.environ.get("FL_LIGHTNING_DATA") or "data"
+
+
+def per_channel(*values: float) -> Tensor:
+    """Statistics of pixels in [0, 1] as a tensor for pixels in 0..255, shape (channels, 1, 1)."""
+    return torch.tensor(values).mul(255).view(-1, 1, 1)
+
+
+class ImageData(FederatedDataModule):
+    """An image data set of torchvision.
+
+    Args:
+        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
+        download: fetch the data when it is not there.
+        **kwargs: as for every DataModule.
+    """
+
+    num_classes = 10
+    folder: ClassVar[str]
+    files: ClassVar[str]
+
+    def __init__(self, root: str | None = None, download: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.root = data_root(root)
+        self.download = download
+
+    @abstractmethod
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        """One official split: images as uint8, shape (n, C, H, W), and labels."""
+
+    def prepare_data(self) -> None:
+        """Fetch the data where there is a network and it is not there."""
+        _ = self.samples
+
+    def load(self) -> Samples:
+        """Both official splits, training rows first; fetched first if need be."""
+        try:
+            splits = self._splits(download=False)
+        except Exception:  # torchvision and its parsers raise about everything on files that are missing or damaged
+            splits = self._fetch()
+        inputs, targets = (torch.cat(parts) for parts in zip(*splits, strict=True))
+        return Samples(inputs, targets, train_size=len(splits[0][1]))
+
+    def _splits(self, download: bool) -> list[tuple[Tensor, Tensor]]:
+        """The official training and test splits."""
+        return [self.read(train, download) for train in (True, False)]
+
+    def _fetch(self) -> list[tuple[Tensor, Tensor]]:
+        """Download and read, or say what is missing and where it belongs."""
+        reason = "download is off"
+        if self.download:
+            try:
+                return self._splits(download=True)
+            except Exception as error:
+                reason = " ".join(str(error).split())[:200].rstrip(". ") or type(error).__name__
+        raise FederationError(
+            f"{type(self).__name__} cannot be read from {os.path.join(self.root, self.folder)} nor downloaded "
+            f"({reason}): put {self.files} there, or set root (or FL_LIGHTNING_DATA) to the folder that holds "
+            f"{self.folder}."
+        )
+
+
+class MNIST(ImageData):
+    """70,000 handwritten digits of 28 x 28 pixels.
+
+    Args:
+        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
+        download: fetch the data when it is not there.
+        **kwargs: as for every DataModule.
+    """
+
+    input_shape = (1, 28, 28)
+    mean = per_channel(0.1307)
+    std = per_channel(0.3081)
+    source: ClassVar[str] = "MNIST"
+    folder = "MNIST/raw"
+    files = "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
+
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        """One official split: images as uint8, shape (n, 1, 28, 28), and labels."""
+        from torchvision import datasets
+
+        data = getattr(datasets, self.source)(self.root, train=train, download=download)
+        return data.data.unsqueeze(1), data.targets.long()
+
+
+class FashionMNIST(MNIST):
+    """70,000 pictures of clothes, 28 x 28 pixels, in ten classes.
+
+    Args:
+        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
+        download: fetch the data when it is not there.
+        **kwargs: as for every DataModule.
+    """
+
+    mean = per_channel(0.2860)
+    std = per_channel(0.3530)
+    source = "FashionMNIST"
+    folder = "FashionMNIST/raw"
+
+
+class CIFAR10(ImageData):
+    """60,000 colour pictures of 32 x 32 pixels in ten classes; ``augment`` crops and flips.
+
+    Args:
+        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
+        download: fetch the data when it is not there.
+        **kwargs: as for every DataModule.
+    """
+
+    input_shape = (3, 32, 32)
+    mean = per_channel(0.4914, 0.4822, 0.4465)
+    std = per_channel(0.2470, 0.2435, 0.2616)
+    folder = "cifar-10-batches-py"
+    files = "data_batch_1 to data_batch_5, test_batch and batches.meta"
+
+    def augmentation(self) -> Augment | None:
+        """Crop with 4 pixels of padding, and flip."""
+        return CropAndFlip(padding=4)
+
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        """One official split: images as uint8, shape (n, 3, 32, 32), and labels."""
+        from torchvision import datasets
+
+        data = datasets.CIFAR10(self.root, train=train, download=download)
+        return torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets)

@@ -1,0 +1,44 @@
+"""What the Trainer iterates over: rounds in training, groups of clients in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class Tick:
+    """The training "loader": one tick is one federated round, and one round is one epoch.
+
+    It has length 1 and is no ``DataLoader``, so that the Trainer injects no sampler.
+    """
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((0,))
+
+
+class ClientChunks:
+    """The evaluation "loader": the numbers of all clients, some at a time.
+
+    Args:
+        clients: number of clients.
+        size: clients in a chunk.
+
+    Example:
+        >>> [chunk.tolist() for chunk in ClientChunks(5, 2)]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(self, clients: int, size: int) -> None:
+        self.clients = clients
+        self.size = size
+
+    def __len__(self) -> int:
+        return -(-self.clients // self.size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.arange(i, min(i + self.size, self.clients)) for i in range(0, self.clients, self.size))

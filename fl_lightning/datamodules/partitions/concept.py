@@ -1,0 +1,66 @@
+"""Concept shift: the same pictures, other names for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
+from fl_lightning.datamodules.partitions.skew import LabelSkew
+from fl_lightning.errors import FederationError
+from fl_lightning.seeding import stream
+
+
+class ConceptShift(PartitionScheme):
+    """Any partition, with an own label permutation for every agent but the agent of interest (docs/partitions.md).
+
+    Permutations are uniform, independent between agents and never the identity. Who owns which sample is what the
+    wrapped partition says under the same seed. An agent's own test labels are permuted as its training labels are; the
+    global test set keeps its labels.
+
+    Args:
+        partition: who owns what; ten agents with uniform classes (distribution A) unless given.
+        agent: the agent of interest, whose labels stay as they are.
+    """
+
+    def __init__(self, partition: PartitionScheme | None = None, agent: int = 0) -> None:
+        self.partition = partition or LabelSkew("A")
+        self.agent = agent
+
+    def __call__(
+        self,
+        labels: Tensor,
+        seed: int,
+        *,
+        train_size: int | None = None,
+        users: Sequence[Any] | Tensor | None = None,
+    ) -> Partition:
+        """Deal the samples out as the wrapped partition does, then draw the permutations."""
+        part = self.partition(labels, seed, train_size=train_size, users=users)
+        clients, classes = len(part), int(labels.max()) + 1
+        if not 0 <= self.agent < clients:
+            raise FederationError(f"The agent of interest must be one of 0 to {clients - 1}, not {self.agent}.")
+        if classes < 2:
+            raise FederationError("Concept shift needs two classes at least: with one there is nothing to permute.")
+        maps = torch.from_numpy(permutations(clients, classes, stream(seed, "concept shift")))
+        maps[self.agent] = torch.arange(classes)
+        if part.label_maps is not None:
+            maps = maps.gather(1, part.label_maps)
+        return replace(part, label_maps=maps)
+
+    def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
+        """Not used: the wrapped partition deals."""
+        return self.partition.split(pool, rng)
+
+
+def permutations(rows: int, classes: int, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Uniform permutations other than the identity, shape (rows, classes)."""
+    maps = rng.random((rows, classes)).argsort(axis=1)
+    while (same := (maps == np.arange(classes)).all(axis=1)).any():
+        maps[same] = rng.random((int(same.sum()), classes)).argsort(axis=1)
+    return maps

@@ -1,0 +1,132 @@
+"""The arithmetic that all schemes share: shuffled classes, dealing by counts, local splits. No loop over samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.partitions.base import Rows
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import ClientIndex
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ClassTable:
+    """Rows sorted by class and shuffled within each class.
+
+    Args:
+        order: the rows, class after class, shape (n,).
+        starts: class c is ``order[starts[c]:starts[c + 1]]``, shape (classes + 1,).
+    """
+
+    order: Rows
+    starts: Rows
+
+    @classmethod
+    def of(cls, labels: Rows, rows: Rows, classes: int, rng: np.random.Generator) -> ClassTable:
+        """Shuffle ``rows`` and sort them by their label."""
+        shuffled = rng.permutation(rows)
+        order = shuffled[np.argsort(labels[shuffled], kind="stable")]
+        counts = np.bincount(labels[rows], minlength=classes)
+        return cls(order, np.concatenate(([0], np.cumsum(counts))))
+
+    @property
+    def counts(self) -> Counts:
+        """Samples of each class, shape (classes,)."""
+        return np.diff(self.starts)
+
+    def segments(self, begin: Counts, size: Counts) -> tuple[Rows, Counts]:
+        """Cut one piece of every class for every client.
+
+        Args:
+            begin: where in the class's list the client's piece begins, shape (clients, classes).
+            size: how long it is, shape (clients, classes).
+
+        Returns:
+            All clients' rows one after the other, and how many each client has, shape (clients,).
+        """
+        flat = ranges((begin + self.starts[:-1]).ravel(), size.ravel())
+        return self.order[flat], size.sum(axis=1)
+
+    def deal(self, size: Counts) -> tuple[Rows, Counts]:
+        """As :meth:`segments`, every client taking up where the client before it stopped: no row is dealt twice."""
+        return self.segments(np.cumsum(size, axis=0) - size, size)
+
+
+def ranges(begin: Counts, size: Counts) -> Rows:
+    """Concatenate ``arange(begin[i], begin[i] + size[i])`` over all i without a loop."""
+    ends = np.cumsum(size)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(begin - (ends - size), size) + np.arange(total)
+
+
+def client_index(flat: Rows, sizes: Counts) -> ClientIndex:
+    """Wrap rows that lie client after client."""
+    offsets = np.concatenate(([0], np.cumsum(sizes)))
+    return ClientIndex(torch.from_numpy(np.ascontiguousarray(flat)), torch.from_numpy(offsets))
+
+
+def local_split(
+    flat: Rows, sizes: Counts, fraction: float, rng: np.random.Generator
+) -> tuple[ClientIndex, ClientIndex]:
+    """Shuffle each client's rows and hold a part of them out, not stratified (docs/partitions.md).
+
+    Args:
+        flat: all clients' rows one after the other, shape (total,).
+        sizes: how many each client has, shape (clients,).
+        fraction: the part held out, rounded to the nearest sample, at least one and never all.
+        rng: where the shuffle comes from.
+
+    Returns:
+        What is kept (training) and what is held out (test).
+    """
+    check_fraction("test_fraction", fraction)
+    if len(sizes) and sizes.min() < 2:
+        poor = int(np.argmin(sizes))
+        raise FederationError(
+            f"Client {poor} has {sizes[poor]} samples, too few to be split in training and test: use fewer clients or "
+            "more data."
+        )
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    shuffled = flat[np.lexsort((rng.random(len(flat)), owner))]
+    held = np.clip(np.floor(sizes * fraction + 0.5).astype(np.int64), 1, sizes - 1)
+    begins = np.cumsum(sizes) - sizes
+    test = np.arange(len(flat)) - np.repeat(begins, sizes) < np.repeat(held, sizes)
+    return client_index(shuffled[~test], sizes - held), client_index(shuffled[test], held)
+
+
+def holdout(labels: Rows, rows: Rows, fraction: float, rng: np.random.Generator) -> tuple[Rows, Rows]:
+    """Hold a stratified part of ``rows`` out: of every class the same fraction, rounded to the nearest sample.
+
+    Returns:
+        The rows kept and the rows held out.
+    """
+    check_fraction("test_fraction", fraction)
+    table = ClassTable.of(labels, rows, int(labels.max()) + 1, rng)
+    held = np.floor(table.counts * fraction + 0.5).astype(np.int64)
+    test = ranges(table.starts[:-1], held)
+    keep = np.ones(len(rows), dtype=bool)
+    keep[test] = False
+    return table.order[keep], table.order[test]
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse a fraction outside (0, 1)."""
+    if not 0 < value < 1:
+        raise FederationError(f"{name} must lie between 0 and 1 (both excluded), not {value}: 0.2 is usual.")
+
+
+def check_clients(clients: int) -> None:
+    """Refuse a federation without clients."""
+    if clients < 1:
+        raise FederationError(f"A partition needs at least 1 client, not {clients}.")
+
+
+def nearest_multiple(value: int, step: int) -> int:
+    """The positive multiple of ``step`` nearest to ``value``."""
+    return max(step, round(value / step) * step)

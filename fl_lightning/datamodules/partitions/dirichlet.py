@@ -1,0 +1,71 @@
+"""Label skew by a Dirichlet distribution, the field's usual knob for heterogeneity."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
+from fl_lightning.datamodules.partitions.deal import ClassTable, Counts, check_clients, local_split
+from fl_lightning.errors import FederationError
+
+_TRIES = 1000
+
+
+class Dirichlet(PartitionScheme):
+    """Every class is divided among the clients in proportions drawn from Dirichlet(alpha).
+
+    Small ``alpha`` gives clients of few classes and very different sizes, large ``alpha`` approaches IID. All official
+    training rows are used. Proportions are drawn as normalised Gamma variables; a client that comes out with fewer than
+    ``min_samples`` draws its own again, which leaves the others' proportions to each other as they are. Official test
+    rows become the global test set.
+
+    Args:
+        clients: number of clients.
+        alpha: concentration, greater than 0.
+        min_samples: samples that every client has at least, training and test together.
+        test_fraction: part of each client's samples that it is tested on.
+    """
+
+    def __init__(
+        self, clients: int = 100, alpha: float = 0.5, min_samples: int = 10, test_fraction: float = 0.2
+    ) -> None:
+        check_clients(clients)
+        if not 0 < alpha < float("inf"):
+            raise FederationError(f"alpha must be greater than 0, not {alpha}: 0.5 is usual.")
+        if min_samples < 2:
+            raise FederationError(
+                f"min_samples must be at least 2, one to train on and one for testing, not {min_samples}."
+            )
+        self.clients = clients
+        self.alpha = alpha
+        self.min_samples = min_samples
+        self.test_fraction = test_fraction
+
+    def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
+        """Deal the pool's rows out."""
+        if self.clients * self.min_samples > pool.train_size:
+            raise FederationError(
+                f"{pool.train_size} samples are too few for {self.clients} clients with {self.min_samples} each: use "
+                f"at most {max(1, pool.train_size // self.min_samples)} clients."
+            )
+        table = ClassTable.of(pool.labels, pool.train_rows, pool.classes, rng)
+        rows, sizes = table.deal(self._counts(table.counts, rng))
+        train, test = local_split(rows, sizes, self.test_fraction, rng)
+        return Partition(train, test, global_test=pool.global_test)
+
+    def _counts(self, counts: Counts, rng: np.random.Generator) -> Counts:
+        """Samples of every class that each client gets, shape (clients, classes)."""
+        weights = rng.standard_gamma(self.alpha, (self.clients, len(counts)))
+        for _ in range(_TRIES):
+            shares = np.cumsum(weights, axis=0)
+            edges = np.floor(shares / np.maximum(shares[-1], 1e-300) * counts + 0.5).astype(np.int64)
+            dealt: Counts = np.diff(edges, axis=0, prepend=0)
+            small = dealt.sum(axis=1) < self.min_samples
+            if not small.any():
+                return dealt
+            weights[small] = rng.standard_gamma(self.alpha, (int(small.sum()), len(counts)))
+        raise FederationError(
+            f"With alpha={self.alpha} some of the {self.clients} clients keep coming out with fewer than "
+            f"{self.min_samples} samples: use a greater alpha, fewer clients or "
+            f"min_samples={max(2, self.min_samples // 2)}."
+        )

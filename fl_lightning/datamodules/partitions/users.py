@@ -1,0 +1,61 @@
+"""The natural partition: one client per person."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
+from fl_lightning.datamodules.partitions.deal import check_clients, local_split, ranges
+from fl_lightning.errors import FederationError
+
+
+class ByUser(PartitionScheme):
+    """Every client is one user of the data, with that user's samples (docs/partitions.md).
+
+    Users with at least ``min_samples`` official training samples are kept and ``clients`` of them are drawn. Official
+    test rows, where there are any, become the global test set. Each client's user is kept as ``user``.
+
+    Args:
+        clients: number of users to draw; None takes all that are left.
+        min_samples: samples that a user must have.
+        test_fraction: part of each client's samples that it is tested on.
+    """
+
+    def __init__(self, clients: int | None = 100, min_samples: int = 20, test_fraction: float = 0.2) -> None:
+        if clients is not None:
+            check_clients(clients)
+        if min_samples < 2:
+            raise FederationError(
+                f"min_samples must be at least 2, one to train on and one for testing, not {min_samples}."
+            )
+        self.clients = clients
+        self.min_samples = min_samples
+        self.test_fraction = test_fraction
+
+    def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
+        """Deal the pool's rows out."""
+        if pool.users is None:
+            raise FederationError("This data does not say which user wrote what: use Sent140, or another partition.")
+        users, owner, counts = np.unique(pool.users[: pool.train_size], return_inverse=True, return_counts=True)
+        eligible = np.flatnonzero(counts >= self.min_samples)
+        wanted = len(eligible) if self.clients is None else self.clients
+        if not 0 < wanted <= len(eligible):
+            raise FederationError(self._too_few(counts, len(eligible)))
+        chosen = np.sort(rng.choice(eligible, wanted, replace=False))
+        order = np.argsort(owner, kind="stable")
+        begins = np.cumsum(counts) - counts
+        rows = order[ranges(begins[chosen], counts[chosen])]
+        train, test = local_split(rows, counts[chosen], self.test_fraction, rng)
+        return Partition(train, test, {"user": users[chosen].tolist()}, global_test=pool.global_test)
+
+    def _too_few(self, counts: np.ndarray[tuple[int], np.dtype[np.int64]], eligible: int) -> str:
+        """Say how many users there are and which settings work."""
+        ranked = np.sort(counts)[::-1]
+        wanted = min(self.clients or 1, len(ranked))
+        enough = max(2, int(ranked[wanted - 1]))
+        users = int((counts >= enough).sum())
+        have = f"Only {eligible} users have" if eligible else f"No user (the busiest has {ranked[0]}) has"
+        return (
+            f"{have} the {self.min_samples} samples that min_samples asks for: use min_samples={enough} and at most "
+            f"{users} clients" + (f", or {eligible} clients." if eligible else ".")
+        )

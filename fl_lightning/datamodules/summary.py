@@ -1,0 +1,96 @@
+"""A partition in numbers: who has how much of what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.datamodules.partitions.base import Partition
+from fl_lightning.datamodules.partitions.deal import Counts
+from fl_lightning.federation import ClientIndex
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a partition looks like.
+
+    Args:
+        train: training samples of every client and class, shape (clients, classes).
+        test: test samples of every client and class, shape (clients, classes).
+        modes: every client's mode, shape (clients,); all 0 where the partition has none.
+        label_maps: every client's label permutation, shape (clients, classes), where labels are permuted.
+        global_test: size of the test set that belongs to nobody.
+    """
+
+    train: Counts
+    test: Counts
+    modes: Counts
+    label_maps: Counts | None = None
+    global_test: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        partition: Partition,
+        labels: Tensor,
+        classes: int,
+        meta: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Summary:
+        """Count a partition of the samples with these labels."""
+        known = partition.meta if meta is None else meta
+        rest, maps = partition.global_test, partition.label_maps
+        return cls(
+            class_counts(partition.train, labels, classes),
+            class_counts(partition.test, labels, classes),
+            np.asarray(known.get("mode", [0] * len(partition)), dtype=np.int64),
+            None if maps is None else maps.numpy(),
+            0 if rest is None else len(rest),
+        )
+
+    @property
+    def counts(self) -> Counts:
+        """Training and test samples of every client and class, shape (clients, classes)."""
+        return self.train + self.test
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """Each client's share of every class, shape (clients, classes); rows sum to 1."""
+        shares: NDArray[np.float64] = self.counts / self.counts.sum(axis=1, keepdims=True)
+        return shares
+
+    @property
+    def sizes(self) -> Counts:
+        """Training and test samples of every client, shape (clients,)."""
+        sizes: Counts = self.counts.sum(axis=1)
+        return sizes
+
+    @property
+    def classes_per_client(self) -> Counts:
+        """How many classes each client has, shape (clients,)."""
+        held: Counts = np.count_nonzero(self.counts, axis=1)
+        return held
+
+    @property
+    def entropy(self) -> NDArray[np.float64]:
+        """Entropy of each client's labels in bits, shape (clients,): 0 for one class, log2(classes) for all alike."""
+        shares = self.shares
+        bits: NDArray[np.float64] = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=1)
+        return np.abs(bits)  # no minus zero
+
+
+def class_counts(index: ClientIndex, labels: Tensor, classes: int) -> Counts:
+    """Samples of every client and class, shape (clients, classes).
+
+    Example:
+        >>> import torch
+        >>> class_counts(ClientIndex.of([[0, 1], [2]]), torch.tensor([1, 1, 0]), 2).tolist()
+        [[0, 2], [1, 0]]
+    """
+    owner = np.repeat(np.arange(len(index)), index.sizes.numpy())
+    cell = owner * classes + labels[index.flat].numpy()
+    return np.bincount(cell, minlength=len(index) * classes).reshape(len(index), classes)

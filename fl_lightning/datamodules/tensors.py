@@ -1,0 +1,120 @@
+"""A user's own tensors as a federation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.datamodules.base import FederatedDataModule, Samples
+from fl_lightning.datamodules.partitions.base import Partition
+from fl_lightning.datamodules.partitions.deal import local_split
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Augment, ClientIndex
+
+Indices = Sequence[Sequence[int]] | Sequence[Tensor] | ClientIndex
+
+
+class TensorFederation(FederatedDataModule):
+    """Own tensors, with own index lists per client or with any partition scheme.
+
+    Args:
+        inputs: all samples, shape (n, ...).
+        targets: their labels, integer, shape (n,).
+        train: each client's training indices; None leaves it to ``partition``.
+        test: each client's test indices; None holds a fifth of each client's ``train`` out.
+        train_size: how many rows, from the first, a ``partition`` may take as official training rows; None means all.
+        users: who each sample belongs to, shape (n,), for the partition ``ByUser``.
+        num_classes: number of classes; one more than the greatest label unless given.
+        mean: subtracted from a batch's inputs, broadcast over (B, ...).
+        std: divides a batch's inputs.
+        global_test: indices of a test set that belongs to nobody, with ``train`` only.
+        label_maps: each client's label permutation, shape (clients, classes), with ``train`` only.
+        meta: what is known of the clients, one value each, with ``train`` only.
+        transform: ``transform(inputs, rng)`` changes one client's raw training batch when ``augment`` is on.
+        **kwargs: as for every DataModule.
+
+    Example:
+        >>> x, y = torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 0, 1])
+        >>> data = TensorFederation(x, y, train=[[0, 1], [2, 3]], test=[[4], [5]])
+        >>> data.federation.num_clients, data.num_classes, data.input_shape
+        (2, 2, (3,))
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        train: Indices | None = None,
+        test: Indices | None = None,
+        train_size: int | None = None,
+        users: Sequence[Any] | Tensor | None = None,
+        num_classes: int | None = None,
+        mean: Tensor | None = None,
+        std: Tensor | None = None,
+        global_test: Sequence[int] | Tensor | None = None,
+        label_maps: Tensor | None = None,
+        meta: Mapping[str, Sequence[Any]] | None = None,
+        transform: Augment | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.transform = transform
+        super().__init__(**kwargs)
+        if train is not None:
+            self.partition = None
+        if len(inputs) != len(targets) or not len(targets):
+            raise FederationError(f"There are {len(inputs)} inputs and {len(targets)} targets: each needs the other.")
+        if train is None and not (test is None and global_test is None and label_maps is None and meta is None):
+            raise FederationError("test, global_test, label_maps and meta go with train: give train too.")
+        if train is not None and (kwargs.get("partition") or kwargs.get("manifest")):
+            raise FederationError("Give either index lists or a partition (or manifest), not both.")
+        self.inputs, self.targets = inputs, targets.long()
+        self.train_size, self.users = train_size, users
+        self.num_classes = int(self.targets.max()) + 1 if num_classes is None else num_classes
+        self.input_shape = tuple(inputs.shape[1:])
+        self.mean, self.std = mean, std
+        self._train = None if train is None else _index(train)
+        self._test = None if test is None else _index(test)
+        self._global = None if global_test is None else torch.as_tensor(global_test, dtype=torch.int64)
+        self._maps, self._meta = label_maps, {k: list(v) for k, v in (meta or {}).items()}
+
+    def load(self) -> Samples:
+        """The tensors as they were given."""
+        return Samples(self.inputs, self.targets, self.train_size, self.users)
+
+    def augmentation(self) -> Augment | None:
+        """The transform that was given."""
+        return self.transform
+
+    def deal(self, samples: Samples) -> Partition:
+        """The lists that were given, checked; without lists what the partition says."""
+        if self._train is None:
+            return super().deal(samples)
+        train, test = self._train, self._test
+        if test is None:
+            rng = seeding.stream(self.seed, "partition")
+            train, test = local_split(train.flat.numpy(), train.sizes.numpy(), 0.2, rng)
+        _check(train, test, self._global, len(self.targets))
+        return Partition(train, test, self._meta, self._maps, self._global)
+
+
+def _index(lists: Indices) -> ClientIndex:
+    """One index from lists, tensors or an index."""
+    return lists if isinstance(lists, ClientIndex) else ClientIndex.of(lists)
+
+
+def _check(train: ClientIndex, test: ClientIndex, rest: Tensor | None, samples: int) -> None:
+    """Refuse indices outside the data and samples that are both trained and tested on."""
+    held = test.flat if rest is None else torch.cat((test.flat, rest))
+    both = torch.cat((train.flat, held))
+    if len(both) and not 0 <= int(both.min()) <= int(both.max()) < samples:
+        raise FederationError(f"Indices must lie between 0 and {samples - 1}, the last of the {samples} samples.")
+    shared = np.intersect1d(train.flat.numpy(), held.numpy())
+    if len(shared):
+        raise FederationError(
+            f"{len(shared)} samples (the first is {shared[0]}) are both trained on and tested on: keep them apart."
+        )

@@ -1,0 +1,119 @@
+"""The engine that picks an engine: probe real steps, keep the fastest way that agrees with the sequential one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from fl_lightning.engine.base import Engine
+from fl_lightning.engine.contract import Job, LocalMethod, Result
+from fl_lightning.engine.sequential import SequentialEngine
+from fl_lightning.engine.stacked import StackedEngine
+from fl_lightning.federation import Federation
+
+#: Relative disagreement of the probed weights that is put down to rounding.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+#: A faster engine must win by this factor; below it the choice would be noise.
+MARGIN = 1.05
+
+
+class AutoEngine(Engine):
+    """Probes a few real steps of the first round and then works as the engine it chose.
+
+    Args:
+        width: how many clients are trained together at most.
+        choice: the name of an engine chosen earlier, such as by the run that wrote a checkpoint; None probes.
+    """
+
+    name = "auto"
+
+    def __init__(self, width: int = 16, choice: str | None = None) -> None:
+        super().__init__(width)
+        self.reason = "" if choice is None else "chosen by the run that wrote the checkpoint"
+        self._engine: Engine | None = None if choice is None else ENGINES[choice](width)
+
+    @property
+    def choice(self) -> str | None:
+        """Name of the chosen engine, None before the first round."""
+        return None if self._engine is None else self._engine.name
+
+    def train(
+        self,
+        method: LocalMethod,
+        federation: Federation,
+        jobs: Sequence[Job],
+        round: int,
+        max_steps: int | None = None,
+    ) -> list[Result]:
+        """Train with the chosen engine; see ``Engine.train``."""
+        if self._engine is None:
+            self._engine, self.reason = self._probe(method, federation, jobs, round)
+            rank_zero_info(f"Engine: {self._engine.name} ({self.reason}).")
+        return self._engine.train(method, federation, jobs, round, max_steps)
+
+    def _probe(
+        self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int
+    ) -> tuple[Engine, str]:
+        sequential, stacked = SequentialEngine(self.width), StackedEngine(self.width)
+        if len(jobs) == 1:
+            return sequential, "one client at a time has nothing to stack"
+        probe = [Probe(engine, method, federation, jobs, round) for engine in (sequential, stacked)]
+        reference = probe[0].run()
+        try:
+            candidate = probe[1].run()
+        except Exception as error:  # whatever a net does that vmap cannot
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            return sequential, f"the net cannot be stacked: {first}"
+        difference = disagreement(reference, candidate)
+        if not difference <= TOLERANCE.get(method.compute_dtype, 0.05):
+            return sequential, f"stacked training differs from sequential training by {difference:.1e}"
+        slow, fast = race(probe)
+        if slow < MARGIN * fast:
+            return sequential, f"stacked training runs at {slow / fast:.2f} of its speed"
+        return stacked, f"{slow / fast:.2f} times the speed of sequential training"
+
+
+class Probe:
+    """A few steps of the given clients with one engine."""
+
+    def __init__(
+        self, engine: Engine, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int
+    ) -> None:
+        self.engine, self.method, self.federation, self.jobs, self.round = engine, method, federation, jobs, round
+
+    def run(self, steps: int = 2) -> list[Result]:
+        """Train every client for a few steps of each phase, from the jobs' states."""
+        return self.engine.train(self.method, self.federation, self.jobs, self.round, max_steps=steps)
+
+
+def race(probes: Sequence[Probe], budget: float = 0.5, repeats: int = 5) -> list[float]:
+    """Seconds that each probe takes at best, taking turns, so that what else the machine does hits all of them."""
+    best = [float("inf")] * len(probes)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        for i, probe in enumerate(probes):
+            start = time.perf_counter()
+            probe.run(steps=4)
+            best[i] = min(best[i], time.perf_counter() - start)
+        if time.perf_counter() - began > budget:
+            break
+    return best
+
+
+def disagreement(left: Sequence[Result], right: Sequence[Result]) -> float:
+    """Largest difference between two engines' states, relative to the largest entry of each tensor."""
+    worst = 0.0
+    for a, b in zip(left, right, strict=True):
+        for name, value in a.state.items():
+            if value.is_floating_point() and value.numel():
+                scale = float(value.abs().max()) + 1e-12
+                worst = max(worst, float((value - b.state[name]).abs().max()) / scale)
+    return worst
+
+
+ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
+    engine.name: engine for engine in (SequentialEngine, StackedEngine)
+}

@@ -1,0 +1,56 @@
+"""The engine's interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from fl_lightning.engine.contract import Job, LocalMethod, Move, Phase, Result
+from fl_lightning.engine.gradient import clipped
+from fl_lightning.federation import Federation
+
+
+class Engine(ABC):
+    """Trains clients of one round. All engines give the same result; they differ in speed.
+
+    Args:
+        width: how many clients are trained together at most.
+    """
+
+    name: str
+
+    def __init__(self, width: int = 16) -> None:
+        self.width = width
+
+    @abstractmethod
+    def train(
+        self,
+        method: LocalMethod,
+        federation: Federation,
+        jobs: Sequence[Job],
+        round: int,
+        max_steps: int | None = None,
+    ) -> list[Result]:
+        """Train every job's client from its state.
+
+        Args:
+            method: what a local step is.
+            federation: the clients' data.
+            jobs: the clients and the states they start from; at most ``width``.
+            round: the round, from 0.
+            max_steps: only the first epoch of every phase and at most this many steps of it; None runs all.
+
+        Returns:
+            One result per job, in the order of the jobs.
+        """
+
+
+def epochs_of(phase: Phase, max_steps: int | None) -> int:
+    """Epochs of a phase: all, or just the first when steps are limited."""
+    return phase.epochs if max_steps is None else min(phase.epochs, 1)
+
+
+def moves_of(method: LocalMethod, phase: Phase) -> list[Move]:
+    """The phase's moves, with the clipping that the local training asks for."""
+    clip = method.local.clip_norm
+    return [move if clip is None else clipped(move, clip) for move in method.moves(phase)]

@@ -1,0 +1,103 @@
+"""One client after the other, one autograd step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.engine.base import Engine, epochs_of, moves_of
+from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result
+from fl_lightning.engine.gradient import eager_gradient
+from fl_lightning.engine.local import LocalSGD
+from fl_lightning.engine.schedule import ClientSchedule, batch_sizes, epoch_noise, scalars
+from fl_lightning.federation import Federation
+from fl_lightning.wire import State, fast_layout
+
+#: Batches gathered at once.
+BLOCK = 32
+
+
+class SequentialEngine(Engine):
+    """The reference: works with every net, and is the fastest for large convolutions.
+
+    Convolution weights are kept channels-last while a client trains.
+    """
+
+    name = "sequential"
+
+    def train(
+        self,
+        method: LocalMethod,
+        federation: Federation,
+        jobs: Sequence[Job],
+        round: int,
+        max_steps: int | None = None,
+    ) -> list[Result]:
+        """Train the jobs one by one; see ``Engine.train``."""
+        return [_Client(method, federation, job, round, max_steps).train() for job in jobs]
+
+
+class _Client:
+    def __init__(
+        self, method: LocalMethod, federation: Federation, job: Job, round: int, max_steps: int | None
+    ) -> None:
+        self.method, self.federation, self.max_steps = method, federation, max_steps
+        self.schedule = ClientSchedule.of(method, federation, job.client, round)
+        self.state = fast_layout({name: value.detach().clone() for name, value in job.state.items()})
+        self.sgd = LocalSGD(method.local, self.state)
+        size = torch.tensor(self.schedule.size, device=federation.device)
+        self.scalars = scalars(size, round, method.compute_dtype)
+        self.loss = torch.zeros_like(size, dtype=torch.float64)
+        self.steps = 0
+        self.seed = int(seeding.stream(method.seed, "net", round, job.client).integers(2**63))
+
+    def train(self) -> Result:
+        device = self.federation.device
+        # A net that draws numbers of its own, not through our dropout, still draws from a stream of the client.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            for phase in self.method.phases():
+                moves = moves_of(self.method, phase)
+                for _ in range(epochs_of(phase, self.max_steps)):
+                    for batch in self._epoch():
+                        self._step(phase, moves, batch)
+                    self.scalars["epoch"].add_(1)
+        state = {name: value.contiguous() for name, value in self.state.items()}
+        return Result(state, float(self.loss) / max(self.steps, 1), self.steps)
+
+    def _step(self, phase: Phase, moves: list[Move], batch: Batch) -> None:
+        for i, move in enumerate(moves):
+            update = move(self.state, batch, phase, eager_gradient)
+            self.sgd.apply(update)
+            if i == 0:
+                self.loss += update.loss
+        self.steps += 1
+        self.scalars["step"].add_(1)
+
+    def _epoch(self) -> Iterator[Batch]:
+        local, schedule = self.method.local, self.schedule
+        order = schedule.order()
+        full, rest = batch_sizes(schedule.size, local.batch_size, self.method.batch_statistics)
+        steps = full + (rest > 0)
+        noise: State = {}
+        dropout: State = {}
+        limit = steps if self.max_steps is None else min(steps, self.max_steps)
+        for step, (x, y) in enumerate(self._batches(order[: limit * local.batch_size], limit)):
+            if step == 0:
+                noise, dropout = epoch_noise(self.method, schedule, steps, x)
+            drawn = {name: value[step] for name, value in noise.items()}
+            drawn |= {name: value[step, : len(y)] for name, value in dropout.items()}
+            yield Batch(x, y, drawn, self.scalars)
+
+    def _batches(self, order: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches in order, gathered many at a time; augmentation sees one batch at a time."""
+        schedule, size = self.schedule, self.method.local.batch_size
+        block = 1 if self.federation.augment is not None else BLOCK
+        for first in range(0, steps, block):
+            index = order[first * size : (first + block) * size]
+            x, y = self.federation.gather([schedule.client], index[None], self.method.compute_dtype, [schedule.augment])
+            sizes = range(0, size * min(block, steps - first), size)
+            yield from ((x[0, start : start + size], y[0, start : start + size]) for start in sizes)

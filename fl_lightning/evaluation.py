@@ -1,0 +1,163 @@
+"""Every client with its own model on its own samples; clients that share a model in one batched pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fl_lightning.federation import Federation, Split
+from fl_lightning.metrics import ClientAccuracy, client_summary
+from fl_lightning.wire import State, fast_layout
+
+if TYPE_CHECKING:
+    from fl_lightning.module import FederatedModule
+
+#: Samples in one forward pass: larger batches of images leave the cache and take longer.
+SAMPLES = 128
+#: Personal models stacked in one forward pass, and samples of all of them together.
+MODELS, STACKED_SAMPLES = 20, 2048
+
+ClientOutput = tuple[int, Tensor, Tensor]
+
+
+class Evaluator:
+    """Collects what clients score in an evaluation and keeps the last scores of each split.
+
+    Attributes:
+        scores: accuracy of every client by split, shape (clients,), NaN where a client was not evaluated.
+    """
+
+    def __init__(self) -> None:
+        self.scores: dict[str, Tensor] = {}
+        self._metric: ClientAccuracy | None = None
+        self._stackable = True
+
+    def prepare(self, num_clients: int) -> None:
+        """Get ready for a federation of so many clients."""
+        self._metric = ClientAccuracy(num_clients)
+
+    def clear(self) -> None:
+        """Forget what was collected since the last evaluation began."""
+        self._collected.reset()
+
+    @property
+    def _collected(self) -> ClientAccuracy:
+        assert self._metric is not None, "the evaluator is prepared in setup()"
+        return self._metric
+
+    def update(self, module: FederatedModule, clients: Tensor, split: Split) -> None:
+        """Evaluate some clients.
+
+        Args:
+            module: the method.
+            clients: their numbers, shape (K,).
+            split: ``val`` (what is held out of their training data, else their test data) or ``test``.
+        """
+        metric = self._collected.to(clients.device)
+        for client, logits, target in self.outputs(module, clients.tolist(), split):
+            losses = F.cross_entropy(logits.double(), target, reduction="sum")
+            correct = (logits.argmax(1) == target).sum()
+            row = torch.tensor([client], device=clients.device)
+            metric.update(row, correct[None], losses[None], torch.tensor([len(target)], device=clients.device))
+
+    def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
+        """What to log: mean, spread and worst tenth over clients; the server's model on the global test set."""
+        computed = self._collected.compute()
+        self.scores[split] = computed["acc"].detach().clone().cpu()
+        summary = client_summary(computed["acc"])
+        logs = {
+            f"{split}/acc": summary["mean"],
+            f"{split}/acc_std": summary["std"],
+            f"{split}/acc_worst10": summary["worst10"],
+            f"{split}/loss": client_summary(computed["loss"])["mean"],
+        }
+        federation = module.federation
+        untouched = split == "test" or federation.val is None
+        if federation.global_test is not None and untouched and module.shared_names:
+            logs[f"{split}/global_acc"] = self._global_accuracy(module, federation)
+        return logs
+
+    def outputs(self, module: FederatedModule, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
+        """(client, logits, labels) of each client's samples with the model it is evaluated with."""
+        ordered = sorted(clients, key=module.model_key)
+        groups = [(key, list(group)) for key, group in groupby(ordered, key=module.model_key)]
+        for _, group in groups:
+            if len(group) > 1:
+                yield from _one_model(module, group, split)
+        alone = [group[0] for _, group in groups if len(group) == 1]
+        for start in range(0, len(alone), MODELS):
+            yield from self._many_models(module, alone[start : start + MODELS], split)
+
+    def _many_models(self, module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
+        if self._stackable and len(clients) > 1:
+            try:
+                yield from _stacked(module, clients, split)
+                return
+            except Exception:  # whatever a net does that vmap cannot: one after the other
+                self._stackable = False
+        for client in clients:
+            yield from _one_model(module, [client], split)
+
+    def _global_accuracy(self, module: FederatedModule, federation: Federation) -> Tensor:
+        assert federation.global_test is not None
+        index, state = federation.global_test, fast_layout(module.server_state())
+        correct = torch.zeros((), dtype=torch.float64, device=federation.device)
+        for part in torch.split(index, SAMPLES):
+            logits = _forward(module, state, federation, federation.inputs[part])
+            correct += (logits.argmax(1) == federation.targets[part]).sum()
+        return correct / len(index)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The last scores, for a checkpoint."""
+        return dict(self.scores)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back saved scores."""
+        self.scores = dict(state)
+
+
+def _forward(module: FederatedModule, state: State, federation: Federation, raw: Tensor) -> Tensor:
+    return module.call(state, federation.features(raw, module.compute_dtype), training=False)[0]
+
+
+def _targets(federation: Federation, client: int, index: Tensor) -> Tensor:
+    """A client's labels, in its own labelling where it has one."""
+    targets = federation.targets[index]
+    return targets if federation.label_maps is None else federation.label_maps[client][targets]
+
+
+def _one_model(module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
+    """All samples of clients that share a model, in large batches across clients."""
+    federation, state = module.federation, fast_layout(module.personal_state(clients[0]))
+    parts = [federation.index(split)[client] for client in clients]
+    batches = torch.split(torch.cat(parts), SAMPLES)
+    logits = torch.cat([_forward(module, state, federation, federation.inputs[part]) for part in batches])
+    for client, index, scores in zip(clients, parts, torch.split(logits, list(map(len, parts))), strict=True):
+        yield client, scores, _targets(federation, client, index)
+
+
+def _stacked(module: FederatedModule, clients: list[int], split: Split) -> list[ClientOutput]:
+    """Clients with a model each: models stacked, samples padded to the longest and cut again."""
+    federation = module.federation
+    states = [module.personal_state(client) for client in clients]
+    stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    parts = [federation.index(split)[client] for client in clients]
+    index = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+    def one(state: State, x: Tensor) -> Tensor:
+        return module.call(state, x, training=False)[0]
+
+    logits = []
+    for part in torch.split(index, max(1, STACKED_SAMPLES // len(clients)), dim=1):
+        x = federation.features(federation.inputs[part.reshape(-1)], module.compute_dtype)
+        logits.append(torch.vmap(one)(stacked, x.view(*part.shape, *x.shape[1:])))
+    scores = torch.cat(logits, dim=1)
+    return [
+        (client, scores[k, : len(part)], _targets(federation, client, part))
+        for k, (client, part) in enumerate(zip(clients, parts, strict=True))
+    ]

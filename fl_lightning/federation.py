@@ -1,0 +1,174 @@
+"""The data of a federation: tensors in memory and, per client, the indices it owns.
+
+No ``DataLoader`` and no object per sample: batches are gathered by index and normalised as a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+
+Split = Literal["train", "val", "test"]
+#: ``augment(inputs, rng)`` changes one client's raw batch, shape (B, ...), with draws from ``rng`` alone.
+Augment = Callable[[Tensor, np.random.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class ClientIndex:
+    """Which samples belong to which client: one flat index tensor and where each client's part begins.
+
+    Args:
+        flat: sample indices of all clients, client after client, int64, shape (total,).
+        offsets: client k owns ``flat[offsets[k]:offsets[k + 1]]``, int64, shape (clients + 1,).
+
+    Example:
+        >>> index = ClientIndex.of([[3, 1], [2]])
+        >>> index[0].tolist(), len(index), index.sizes.tolist()
+        ([3, 1], 2, [2, 1])
+    """
+
+    flat: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, parts: Iterable[Sequence[int] | np.ndarray[Any, Any] | Tensor]) -> ClientIndex:
+        """Build from one sequence of indices per client."""
+        arrays = [np.asarray(part, dtype=np.int64) for part in parts]
+        flat = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
+        offsets = np.cumsum([0, *(len(a) for a in arrays)], dtype=np.int64)
+        return cls(torch.from_numpy(flat), torch.from_numpy(offsets))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, client: int) -> Tensor:
+        if not 0 <= client < len(self):
+            raise IndexError(f"client {client} is not one of the {len(self)} clients")
+        return self.flat[int(self.offsets[client]) : int(self.offsets[client + 1])]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[client] for client in range(len(self)))
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of samples of every client, shape (clients,)."""
+        return self.offsets.diff()
+
+    def to(self, device: torch.device) -> ClientIndex:
+        """The same index with its samples' numbers on ``device`` (offsets stay on the host)."""
+        return replace(self, flat=self.flat.to(device))
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Everything a federated run needs to know of its data.
+
+    Args:
+        inputs: all samples as stored (uint8 images, float features, int64 tokens), shape (n, ...).
+        targets: all labels, int64, shape (n,).
+        train: the indices that each client trains on.
+        test: the indices that each client is tested on.
+        num_classes: number of classes.
+        val: held-out part of each client's training data, if any; after a round clients are then
+            evaluated on it rather than on ``test``.
+        global_test: indices of a test set that belongs to nobody, if the data has one, shape (m,).
+        mean: subtracted from the inputs of a batch, broadcast over (B, ...); None leaves inputs as stored.
+        std: divides the inputs of a batch, as ``mean``.
+        label_maps: own label permutation of every client, int64, shape (clients, classes); None means no relabelling.
+        augment: changes a raw training batch of one client, drawing from that client's stream alone.
+        meta: what is known of the clients, one value each (mode, dominant class, user).
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    train: ClientIndex
+    test: ClientIndex
+    num_classes: int
+    val: ClientIndex | None = None
+    global_test: Tensor | None = None
+    mean: Tensor | None = None
+    std: Tensor | None = None
+    label_maps: Tensor | None = None
+    augment: Augment | None = None
+    meta: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.train) == 0:
+            raise FederationError("The federation has no clients: give the partition at least one.")
+        if len(self.train) != len(self.test):
+            raise FederationError(f"{len(self.train)} clients have training data but {len(self.test)} have test data.")
+        for name, index in (("train", self.train), ("test", self.test)):
+            empty = torch.nonzero(index.sizes == 0).flatten().tolist()
+            if empty:
+                raise FederationError(
+                    f"{len(empty)} of {len(index)} clients have no {name} samples (the first is client {empty[0]}): "
+                    "use fewer clients or more data."
+                )
+        if len(self.train.flat) and int(self.train.flat.max()) >= len(self.targets):
+            raise FederationError("A client's index points past the end of the data.")
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.train)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples lie."""
+        return self.inputs.device
+
+    def index(self, split: Split) -> ClientIndex:
+        """The clients' indices of a split; ``val`` is ``test`` where nothing was held out."""
+        if split == "train":
+            return self.train
+        return self.val if split == "val" and self.val is not None else self.test
+
+    def to(self, device: torch.device) -> Federation:
+        """The same federation with all tensors on ``device``; itself when it is there already."""
+        if self.device == device:
+            return self
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | ClientIndex)}
+        return replace(self, **moved)
+
+    def features(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
+        """Normalise gathered raw inputs and bring them to the net's precision; integer tokens stay as they are."""
+        if self.mean is None or self.std is None:
+            return raw.to(dtype) if raw.is_floating_point() else raw
+        return raw.to(dtype).sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
+
+    def gather(
+        self,
+        clients: Sequence[int],
+        index: Tensor,
+        dtype: torch.dtype,
+        rngs: Sequence[np.random.Generator] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One batch of every client, gathered in one go.
+
+        Args:
+            clients: the K clients.
+            index: sample numbers, shape (K, B).
+            dtype: floating precision of the net.
+            rngs: augmentation streams, one per client; None gathers without augmentation.
+
+        Returns:
+            Inputs of shape (K, B, ...) and labels of shape (K, B).
+        """
+        flat = index.reshape(-1)
+        raw = self.inputs.index_select(0, flat)
+        targets = self.targets.index_select(0, flat).view(index.shape)
+        if self.augment is not None and rngs is not None:
+            parts = raw.view(*index.shape, *raw.shape[1:])
+            raw = torch.stack([self.augment(part, rng) for part, rng in zip(parts, rngs, strict=True)]).flatten(0, 1)
+        if self.label_maps is not None:
+            rows = torch.tensor(clients, device=self.device)
+            targets = self.label_maps[rows].gather(1, targets)
+        inputs = self.features(raw, dtype)
+        return inputs.view(*index.shape, *inputs.shape[1:]), targets

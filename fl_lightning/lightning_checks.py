@@ -1,0 +1,76 @@
+"""What a federated run asks of the Trainer, the data and the net: checked at the boundary, refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch import Trainer
+
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
+
+if TYPE_CHECKING:
+    from fl_lightning.module import FederatedModule
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse Trainer options that a federated run cannot honour."""
+    if trainer.world_size > 1:
+        raise FederationError(
+            f"A federated run uses one device, not {trainer.world_size}: set Trainer(devices=1); "
+            "clients are trained together by the engine."
+        )
+    if str(trainer.precision).startswith(("16", "transformer")):
+        raise FederationError(
+            f"precision={trainer.precision!r} needs a gradient scaler, which local training does not have: "
+            "use 32-true, 64-true, bf16-mixed or bf16-true."
+        )
+    if trainer.gradient_clip_val:
+        raise FederationError(
+            "Trainer(gradient_clip_val=...) would clip the server's step, not the clients' gradients: "
+            "use the method's clip_norm."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise FederationError(
+            "Trainer(accumulate_grad_batches=...) has no meaning for rounds: use a larger batch_size in the method."
+        )
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        raise FederationError(
+            "Trainer(overfit_batches=...) has no meaning for rounds: give the DataModule fewer clients or samples."
+        )
+
+
+def check_data(trainer: Trainer) -> Federation:
+    """The federation of the Trainer's DataModule, or a sentence that says what is missing."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    federation = getattr(data, "federation", None)
+    if not isinstance(federation, Federation) or not callable(getattr(data, "cohort", None)):
+        given = "no DataModule" if data is None else type(data).__name__
+        raise FederationError(
+            f"A federated method needs a federated DataModule but was given {given}: pass one of "
+            "fl_lightning.datamodules as Trainer.fit(method, datamodule)."
+        )
+    return federation
+
+
+def check_net(module: FederatedModule, federation: Federation) -> None:
+    """Run the net on a few samples, so that one that does not fit the data is refused before the first round."""
+    index = federation.train.flat[:2]
+    x = federation.features(federation.inputs[index], module.compute_dtype).to(module.device)
+    net, data = type(module.net).__name__, f"inputs of shape {tuple(x.shape[1:])}"
+    try:
+        with torch.no_grad():
+            output, _ = module.call(module.server_state(), x, training=False)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise FederationError(f"{net} cannot take {data}: {reason}; choose a net made for this data.") from error
+    wanted = (len(index), federation.num_classes)
+    if not isinstance(output, torch.Tensor) or output.dim() != 2 or output.shape[0] != len(index):
+        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise FederationError(f"{net} must return scores of shape {wanted} for {data}, not {shape}.")
+    if output.shape[1] < federation.num_classes:
+        raise FederationError(
+            f"{net} has {output.shape[1]} outputs but the data has {federation.num_classes} classes: "
+            f"set num_classes={federation.num_classes}."
+        )

@@ -1,0 +1,82 @@
+"""Scores over clients: everyone counts the same, however much data they have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+def worst_tenth(scores: Tensor) -> Tensor:
+    """Mean of the lowest tenth of the scores, at least one.
+
+    Args:
+        scores: one score per client, shape (clients,).
+
+    Example:
+        >>> worst_tenth(torch.arange(1.0, 21.0))
+        tensor(1.5000)
+    """
+    return scores.sort().values[: math.ceil(len(scores) / 10)].mean()
+
+
+def client_summary(scores: Tensor) -> dict[str, Tensor]:
+    """Mean, standard deviation over clients (population) and worst tenth of per-client scores.
+
+    Args:
+        scores: one score per client, shape (clients,); clients that were not scored are NaN and left out.
+
+    Example:
+        >>> {k: round(float(v), 2) for k, v in client_summary(torch.tensor([0.5, 1.0, float("nan")])).items()}
+        {'mean': 0.75, 'std': 0.25, 'worst10': 0.5}
+    """
+    scored = scores[~scores.isnan()]
+    if not len(scored):
+        nan = torch.tensor(float("nan"))
+        return {"mean": nan, "std": nan, "worst10": nan}
+    return {"mean": scored.mean(), "std": scored.std(correction=0), "worst10": worst_tenth(scored)}
+
+
+class ClientAccuracy(Metric):
+    """Accuracy and mean loss of every client on its own samples.
+
+    Args:
+        num_clients: number of clients.
+
+    Example:
+        >>> metric = ClientAccuracy(3)
+        >>> metric.update(torch.tensor([0, 2]), correct=torch.tensor([3, 1]), loss=torch.tensor([2.0, 4.0]),
+        ...               total=torch.tensor([4, 2]))
+        >>> metric.compute()["acc"]
+        tensor([0.7500,    nan, 0.5000], dtype=torch.float64)
+    """
+
+    full_state_update = False
+    correct: Tensor
+    loss: Tensor
+    total: Tensor
+
+    def __init__(self, num_clients: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in ("correct", "loss", "total"):
+            self.add_state(name, torch.zeros(num_clients, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, clients: Tensor, correct: Tensor, loss: Tensor, total: Tensor) -> None:
+        """Add what some clients scored.
+
+        Args:
+            clients: their numbers, shape (K,).
+            correct: correctly classified samples, shape (K,).
+            loss: summed loss, shape (K,).
+            total: number of samples, shape (K,).
+        """
+        self.correct.index_add_(0, clients, correct.to(self.correct))
+        self.loss.index_add_(0, clients, loss.to(self.loss))
+        self.total.index_add_(0, clients, total.to(self.total))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Accuracy (``acc``) and mean loss (``loss``) per client, shape (clients,); NaN for clients not seen."""
+        return {"acc": self.correct / self.total, "loss": self.loss / self.total}

@@ -1,0 +1,324 @@
+"""``FederatedModule``: the contract that every method fills in, and FedAvg where it says nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning import persistence, seeding
+from fl_lightning.client import SnapshotStore
+from fl_lightning.engine import Batch, FunctionalNet, Gradient, LocalTraining, Move, Phase, Update, entries, make_engine
+from fl_lightning.errors import FederationError
+from fl_lightning.evaluation import Evaluator
+from fl_lightning.federation import Federation
+from fl_lightning.lightning_checks import check_data, check_net, check_trainer
+from fl_lightning.loop import FederatedLoop
+from fl_lightning.nets import FedNet
+from fl_lightning.progress import federated_progress_bar
+from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
+
+BufferPolicy = Literal["average", "keep", "reset"]
+#: What the progress bar shows.
+SHOWN = ("train/loss", "val/acc")
+ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class FederatedModule(LightningModule):
+    """A federated method as a LightningModule: ``Trainer(max_epochs=rounds).fit(method, datamodule)``.
+
+    The module holds the server's model. A client is a snapshot of this module's state: the shared entries it
+    receives and the private ones it keeps. A method overrides only what differs from FedAvg:
+
+    ==================  =======================================================================================
+    ``is_private``      which entries of the net stay with the client
+    ``client_loss``     the local objective
+    ``moves``           what happens on a minibatch, if it is not one SGD step on ``client_loss``
+    ``phases``          what is trained for how many epochs
+    ``message_down``    what the server sends; ``begin`` makes the client's state of it
+    ``finish``          what the client sends up and what it keeps
+    ``aggregate``       what the server makes of the messages
+    ``personal_state``  the model that a client is evaluated with
+    ==================  =======================================================================================
+
+    Everything between ``begin`` and ``finish`` is a pure function of named tensors, so an engine may train one
+    client or stack fifty.
+
+    Args:
+        net: the network; any ``nn.Module`` from Python, a ``FedNet`` on the command line.
+        lr: clients' learning rate.
+        epochs: passes over a client's data per round.
+        batch_size: clients' minibatch size.
+        momentum: momentum of the clients' SGD.
+        weight_decay: weight decay of the clients' SGD.
+        clip_norm: bound on the norm of a client's gradient at every local step.
+        weighting: weigh clients by their number of samples, or all the same.
+        buffers: running statistics are averaged like weights (``average``), stay with the client (``keep``), or
+            start anew in every round and are averaged for evaluation (``reset``).
+        server_optimizer: makes the optimizer that steps the server's model along the mean change; plain SGD with
+            learning rate 1, the default, is FedAvg, adaptive ones give FedOpt.
+        engine: how a cohort is trained: ``auto``, ``sequential`` or ``stacked``.
+        clients_per_stack: how many clients are trained together at most.
+        seed: seed of all streams; None takes that of ``seed_everything``, else 0.
+    """
+
+    def __init__(
+        self,
+        net: FedNet,
+        lr: float = 0.01,
+        epochs: int = 1,
+        batch_size: int = 10,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+        weighting: Weighting = "samples",
+        buffers: BufferPolicy = "average",
+        server_optimizer: ServerOptimizer | None = None,
+        engine: str = "auto",
+        clients_per_stack: int = 16,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.seed = seeding.default_seed() if seed is None else seed
+        self.save_hyperparameters(ignore=["net", "server_optimizer"])
+        persistence.note_hyperparameters(self, net)
+        self.net: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
+        self.local = LocalTraining(lr, epochs, batch_size, momentum, weight_decay, clip_norm)
+        self.weighting: Weighting = _one_of("weighting", weighting, ("samples", "uniform"))
+        self.buffers_policy: BufferPolicy = _one_of("buffers", buffers, ("average", "keep", "reset"))
+        self.server_optimizer = server_optimizer
+        self.engine = make_engine(engine, clients_per_stack)
+        self.snapshots = SnapshotStore()
+        self.evaluator = Evaluator()
+        self.bytes_up = self.bytes_down = self.completed_rounds = 0
+        self.summary: dict[str, float] = {}
+        buffers_of_net = entries(self.net).keys() - dict(self.net.named_parameters()).keys()
+        self._initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n in buffers_of_net}
+        # Not registered and made where it is used: it is neither saved nor shared with other processes.
+        self.__dict__["_functional"] = None
+
+    # ---- what a method may say ------------------------------------------------------------------------------
+
+    def is_private(self, name: str) -> bool:
+        """Whether an entry of the net stays with the client."""
+        return False
+
+    def phases(self) -> Sequence[Phase]:
+        """The phases of local training; by default one in which every trainable parameter is trained."""
+        return [Phase(self.local.epochs, self.trainable_names)]
+
+    def moves(self, phase: Phase) -> Sequence[Move]:
+        """The moves made on every minibatch; by default one SGD step on ``client_loss``."""
+        return [self.descend]
+
+    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
+        """One SGD step on ``client_loss``."""
+        grads, loss, buffers = gradient(lambda s: self.client_loss(s, batch), state, phase.trainable)
+        return Update(loss, grads, buffers)
+
+    def client_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
+        """The local objective on one minibatch, and the buffers that the forward pass changed."""
+        output, buffers = self.call(state, batch.x, batch.noise)
+        return self.loss(output, batch.y), buffers
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Loss of a batch: the mean cross entropy."""
+        return F.cross_entropy(output, target)
+
+    def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
+        """Noise for one client's epoch, each tensor of shape (steps, ...); it enters as ``batch.noise``."""
+        return {}
+
+    def cohort(self, round: int) -> list[int]:
+        """The clients that train in a round."""
+        cohort: list[int] = self.datamodule.cohort(round)
+        return cohort
+
+    def message_down(self, client: int) -> State:
+        """What the server sends to a client: the shared entries."""
+        state = self.server_state()
+        return {name: state[name] for name in self.shared_names if self._sends(name)}
+
+    def begin(self, client: int, message: State) -> State:
+        """The state a client trains from: what it received, and its own entries (at first the common initial ones)."""
+        state = self.server_state()
+        if self.buffers_policy == "reset":
+            state |= {name: value.to(state[name]) for name, value in self._initial_buffers.items()}
+        return {**state, **message, **self.snapshots[client].private}
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        """What a trained client sends up, and the private entries that it keeps."""
+        return {name: state[name] for name in self.shared_names}, {name: state[name] for name in self.private_names}
+
+    def aggregate(self, messages: list[Message]) -> State:
+        """New values of the server's shared entries; the server's optimizer steps towards them."""
+        return weighted_mean(messages, message_weights(messages, self.weighting))
+
+    def personal_state(self, client: int) -> State:
+        """The model that a client is evaluated with, also if it never trained."""
+        return {**self.server_state(), **self.snapshots[client].private}
+
+    def model_key(self, client: int) -> int:
+        """Clients with equal keys are evaluated with one and the same model."""
+        return client if self.private_names else -1
+
+    # ---- what a method may use ------------------------------------------------------------------------------
+
+    def call(self, state: State, x: Tensor, noise: State | None = None, training: bool = True) -> tuple[Tensor, State]:
+        """The net's output under ``state``, and in training the new values of its buffers."""
+        return self.functional(state, x, noise or {}, training)
+
+    @property
+    def functional(self) -> FunctionalNet:
+        """The net as a pure function."""
+        if self.__dict__["_functional"] is None:
+            self.__dict__["_functional"] = FunctionalNet(self.net)
+        functional: FunctionalNet = self.__dict__["_functional"]
+        return functional
+
+    def server_state(self) -> State:
+        """All entries of the server's net by name; private ones hold the common initial values."""
+        return {name: value.detach() for name, value in entries(self.net).items()}
+
+    @property
+    def trainable_names(self) -> tuple[str, ...]:
+        """Names of the net's trainable parameters."""
+        return tuple(name for name, p in self.net.named_parameters() if p.requires_grad)
+
+    @property
+    def private_names(self) -> tuple[str, ...]:
+        """Entries of the net that stay with the client."""
+        return tuple(name for name in entries(self.net) if self._stays(name))
+
+    @property
+    def shared_names(self) -> tuple[str, ...]:
+        """Entries of the net that cross the wire."""
+        return tuple(name for name in entries(self.net) if not self._stays(name))
+
+    @property
+    def federation(self) -> Federation:
+        """The clients' data, on the module's device."""
+        federation: Federation = self.datamodule.federation.to(self.device)
+        self.datamodule.federation = federation
+        return federation
+
+    @property
+    def datamodule(self) -> Any:
+        """The Trainer's federated DataModule."""
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
+    def _stays(self, name: str) -> bool:
+        return self.is_private(name) or (self.buffers_policy == "keep" and name in self._initial_buffers)
+
+    def _sends(self, name: str) -> bool:
+        return not (self.buffers_policy == "reset" and name in self._initial_buffers)
+
+    # ---- what engines ask -----------------------------------------------------------------------------------
+
+    @property
+    def batch_statistics(self) -> bool:
+        """Whether the net normalises over the batch."""
+        return self.functional.batch_statistics
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The net's floating precision."""
+        return next((p.dtype for p in self.net.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    def dropout_shapes(self, x: Tensor) -> dict[str, tuple[int, ...]]:
+        """Noise entries of the net's dropout layers."""
+        return self.functional.dropout_shapes(x)
+
+    # ---- Lightning ------------------------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse what cannot be honoured, and show clients in the Trainer's own progress bar."""
+        check_trainer(self.trainer)
+        persistence.watch(self.trainer)
+        bar = self.trainer.progress_bar_callback
+        ours = federated_progress_bar(bar) if bar is not None else None
+        return [] if ours is None else [ours]
+
+    def setup(self, stage: str) -> None:
+        """Hang the federated loop into the stock fit loop."""
+        federation = check_data(self.trainer)
+        check_net(self, federation)
+        self.evaluator.prepare(federation.num_clients)
+        self.__dict__["_functional"] = None  # made anew where the module then lies
+        if stage == "fit":
+            self.completed_rounds = 0  # of this fit; a checkpoint that is resumed says otherwise
+            self.trainer.fit_loop.federated = FederatedLoop(self.trainer, self)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Optimizer:
+        """The server's optimizer."""
+        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        if not parameters:
+            raise FederationError(f"{type(self.net).__name__} has no trainable parameters.")
+        return (
+            torch.optim.SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """One federated round."""
+        self._log(self.trainer.fit_loop.federated.run())  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def server_step(self, target: State) -> None:
+        """Step the server's model towards ``target``: the optimizer's gradient is minus the change."""
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        for name, parameter in self.net.named_parameters():
+            parameter.grad = parameter.detach() - target[name] if name in target and parameter.requires_grad else None
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, value in self.net.named_buffers():
+            if name in target:
+                value.copy_(target[name])
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Evaluate a chunk of clients after a round."""
+        self.evaluator.update(self, batch, "val")
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Evaluate a chunk of clients on their test sets."""
+        self.evaluator.update(self, batch, "test")
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> dict[int, Tensor]:
+        """Predicted classes of each client's test samples."""
+        return {client: logits.argmax(1) for client, logits, _ in self.evaluator.outputs(self, batch.tolist(), "test")}
+
+    def on_validation_epoch_end(self) -> None:
+        """Log what the clients scored."""
+        if not self.trainer.sanity_checking:
+            self._log(self.evaluator.compute(self, "val"))
+        self.evaluator.clear()
+
+    def on_test_epoch_end(self) -> None:
+        """Log what the clients scored."""
+        self._log(self.evaluator.compute(self, "test"))
+        self.evaluator.clear()
+
+    def _log(self, values: Mapping[str, float | Tensor]) -> None:
+        for name, value in values.items():
+            self.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in SHOWN)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep every client's snapshot with the server's model."""
+        persistence.save(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Bring back every client's snapshot."""
+        persistence.load(self, checkpoint)
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[str]) -> Any:
+    if value not in allowed:
+        raise FederationError(f"{name} must be {' or '.join(allowed)}, not {value!r}.")
+    return value

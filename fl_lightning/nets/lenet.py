@@ -1,0 +1,89 @@
+"""LeNet-5 in its modern form (ReLU, max pooling), with and without BatchNorm."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.nets.base import FedNet
+
+
+class _LeNet(FedNet):
+    """What the family shares; 28x28 images need a padding of 2 to give what 32x32 ones give without."""
+
+    def __init__(self, in_channels: int, num_classes: int, padding: int, bias: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, 6, 5, padding=padding, bias=bias)
+        self.conv2 = nn.Conv2d(6, 16, 5, bias=bias)
+        self.fc1 = nn.Linear(16 * 5 * 5, 120, bias=bias)
+        self.fc2 = nn.Linear(120, 84, bias=bias)
+        self.head = nn.Linear(84, num_classes, bias=bias)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Feature maps of shape (B, 16, 5, 5)."""
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        return F.max_pool2d(F.relu(self.conv2(x)), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes) for images of shape (B, in_channels, height, width)."""
+        x = F.relu(self.fc1(self.features(x).flatten(1)))
+        logits: Tensor = self.head(F.relu(self.fc2(x)))
+        return logits
+
+
+class LeNet5(_LeNet):
+    """``lenet5`` for 28x28 images: 61,706 parameters for one channel and ten classes.
+
+    Args:
+        in_channels: channels of the images.
+        num_classes: outputs of the last layer, ``head``.
+
+    Example:
+        >>> import torch
+        >>> LeNet5()(torch.zeros(3, 1, 28, 28)).shape
+        torch.Size([3, 10])
+    """
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes, padding=2, bias=True)
+
+
+class LeNetBN(LeNet5):
+    """``lenet_bn``: LeNet-5 with BatchNorm after each convolution, 44 parameters more (61,750).
+
+    Args:
+        in_channels: channels of the images, which are 28x28.
+        num_classes: outputs of the last layer, ``head``.
+
+    Example:
+        >>> import torch
+        >>> LeNetBN()(torch.zeros(3, 1, 28, 28)).shape
+        torch.Size([3, 10])
+    """
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes)
+        self.bn1 = nn.BatchNorm2d(6)
+        self.bn2 = nn.BatchNorm2d(16)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Feature maps of shape (B, 16, 5, 5)."""
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
+        return F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
+
+
+class LeNet5Cifar(_LeNet):
+    """``lenet5_cifar``: LeNet-5 for 32x32 images, without biases, 61,770 parameters for three channels.
+
+    Args:
+        in_channels: channels of the images.
+        num_classes: outputs of the last layer, ``head``.
+
+    Example:
+        >>> import torch
+        >>> LeNet5Cifar()(torch.zeros(3, 3, 32, 32)).shape
+        torch.Size([3, 10])
+    """
+
+    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes, padding=0, bias=False)

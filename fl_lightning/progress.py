@@ -1,0 +1,152 @@
+"""Progress bars that count the clients of a round.
+
+To the Trainer a round is an epoch of one batch, so its own bars would jump from 0/1 to 1/1. These show ``Round 3`` and
+one tick per client that has trained; validation, test and prediction look as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedColumn
+from rich.progress import Task
+from rich.text import Text
+
+from fl_lightning.wire import Message
+
+
+class FederatedTQDMProgressBar(TQDMProgressBar):
+    """Lightning's TQDM bar, with rounds for epochs and clients for batches.
+
+    Args:
+        refresh_rate: after how many clients the bar is drawn again; 0 turns it off.
+        process_position: lines by which the bars are moved down.
+        leave: keep each round's bar on the screen.
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__(refresh_rate, process_position, leave)
+        self._clients: int | None = None
+        self._trained = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Wait for the round to say how many clients it has."""
+        self._clients = None
+        if self._leave:
+            self.train_progress_bar = self.init_train_tqdm()
+
+    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
+        """Begin the round's bar."""
+        self._clients, self._trained = len(cohort), 0
+        bar = self.train_progress_bar
+        bar.initial = 0
+        bar.set_description(f"Round {round}", refresh=False)
+        bar.reset(total=len(cohort))
+
+    def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
+        """Count the client."""
+        self._trained += 1
+        if self._should_update(self._trained, self._clients or 0):
+            self._draw()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the round's metrics."""
+        if self._clients is None:  # not a federated module
+            return super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self.is_enabled:
+            self._draw()
+            self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
+
+    def _draw(self) -> None:
+        bar = self.train_progress_bar
+        if not bar.disable:
+            bar.n = self._trained
+            bar.refresh()
+
+
+class _MeanSpeedColumn(ProcessingSpeedColumn):
+    """Speed over the whole bar: Rich's own, between updates, is absurd for clients that end together."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.finished_time if task.finished else task.elapsed
+        return Text(f"{task.completed / seconds if seconds else 0.0:.2f}it/s", style=self.style)
+
+
+class FederatedRichProgressBar(RichProgressBar):
+    """Lightning's Rich bar, with rounds for epochs and clients for batches; takes the same arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clients: int | None = None
+        self._trained = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the round to say how many clients it has."""
+        self._clients = None
+        if self.is_enabled and self._leave and self.train_progress_bar_id is not None:
+            self._stop_progress()
+            self._init_progress(trainer)
+
+    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
+        """Begin the round's bar."""
+        self._clients, self._trained = len(cohort), 0
+        if self.is_disabled or self.progress is None:
+            return
+        description = self._describe(round)
+        if self.train_progress_bar_id is None:
+            self.train_progress_bar_id = self._add_task(len(cohort), description)
+        else:
+            if self.theme.description:
+                description = f"[{self.theme.description}]{description}"
+            self.progress.reset(self.train_progress_bar_id, total=len(cohort), description=description, visible=True)
+        self.refresh()
+
+    def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
+        """Count the client."""
+        self._trained += 1
+        self._update(self.train_progress_bar_id, self._trained)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the round's metrics."""
+        if self._clients is None:  # not a federated module
+            return super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._update_metrics(trainer, pl_module)
+        self.refresh()
+
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        """Lightning's columns, but for the speed."""
+        mean = _MeanSpeedColumn(self.theme.processing_speed)
+        columns = super().configure_columns(trainer)
+        return [mean if isinstance(column, ProcessingSpeedColumn) else column for column in columns]
+
+    def _describe(self, round: int) -> str:
+        """``Round 3/99``, as wide as the validation bar's description so that the bars stay aligned."""
+        last = f"/{self.trainer.max_epochs - 1}" if self.trainer.max_epochs not in (None, -1) else ""
+        return f"Round {round}{last}".ljust(len(self.validation_description))
+
+
+def federated_progress_bar(bar: ProgressBar) -> ProgressBar | None:
+    """The federated bar to put in the place of one of Lightning's own, with the same settings.
+
+    Args:
+        bar: the Trainer's progress bar.
+
+    Returns:
+        The new bar, or None if ``bar`` is federated already or a class of the user's own.
+    """
+    ours: FederatedTQDMProgressBar | FederatedRichProgressBar
+    if type(bar) is TQDMProgressBar:
+        ours = FederatedTQDMProgressBar(bar.refresh_rate, bar.process_position, bar._leave)
+    elif type(bar) is RichProgressBar:
+        ours = FederatedRichProgressBar(bar._refresh_rate, bar._leave, bar.theme, bar._console_kwargs)
+    else:
+        return None
+    if not bar._enabled:
+        ours.disable()
+    return ours

@@ -1,0 +1,38 @@
+"""The round hooks: there for every callback, and nothing happens by default."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from fl_lightning.callbacks import FederatedCallback
+from fl_lightning.wire import Message
+
+HOOKS = {
+    "on_round_start": ["round", "cohort"],
+    "on_client_start": ["client", "message"],
+    "on_client_end": ["client", "message"],
+    "on_before_aggregate": ["messages"],
+    "on_round_end": ["messages"],
+}
+
+
+def test_hooks_take_what_the_loop_gives() -> None:
+    for name, arguments in HOOKS.items():
+        signature = inspect.signature(getattr(FederatedCallback, name))
+        assert list(signature.parameters) == ["self", "trainer", "pl_module", *arguments]
+        assert inspect.getdoc(getattr(FederatedCallback, name))
+
+
+def test_hooks_do_nothing_by_default() -> None:
+    callback, weights = FederatedCallback(), torch.ones(2)
+    message = Message(3, {"w": weights}, 5)
+    messages = [message]
+    callback.on_round_start(None, None, 0, [3])  # type: ignore[arg-type]
+    callback.on_client_start(None, None, 3, message.tensors)  # type: ignore[arg-type]
+    callback.on_client_end(None, None, 3, message)  # type: ignore[arg-type]
+    callback.on_before_aggregate(None, None, messages)  # type: ignore[arg-type]
+    callback.on_round_end(None, None, messages)  # type: ignore[arg-type]
+    assert messages == [message]
+    assert torch.equal(message.tensors["w"], torch.ones(2))

@@ -1,0 +1,176 @@
+"""sequential == stacked, whatever the net, the sizes, the order and the stacking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.methods import FedAvg, FedProx, Local
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import LeNet5, LeNetBN
+from fl_lightning.wire import Message
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
+
+IMAGE = (1, 28, 28)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 8), nn.Dropout(0.2)
+        )
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Drifting(nn.Module):
+    """Reassigns a buffer in the forward pass, which in-place tricks miss."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.fc(x - self.mean)
+
+
+def seeded(make: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "mlp": (mlp, (FEATURES,)),
+    "lenet": (lambda: LeNet5(num_classes=CLASSES), IMAGE),
+    "lenet_bn": (lambda: LeNetBN(num_classes=CLASSES), IMAGE),
+    "dropout": (Dropped, (FEATURES,)),
+    "reassigned buffer": (Drifting, (FEATURES,)),
+    "frozen layer": (lambda: _frozen(), (FEATURES,)),
+}
+
+
+def _frozen() -> nn.Module:
+    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+    return net.requires_grad_(False) and (net[2].requires_grad_(True), net)[1]
+
+
+def trained(
+    kind: type[FederatedModule], net: str, sizes: tuple[int, ...] = (19, 9, 16, 8), **kwargs: Any
+) -> FederatedModule:
+    make, shape = NETS[net]
+    method = kind(seeded(make), lr=0.1, epochs=2, batch_size=8, **kwargs)
+    fit(method, blobs(sizes, shape), rounds=2)
+    return method
+
+
+def differ(left: FederatedModule, right: FederatedModule) -> float:
+    worst = largest_difference(weights(left), weights(right))
+    assert list(left.snapshots) == list(right.snapshots)
+    for client in left.snapshots:
+        if left.snapshots[client].private:
+            worst = max(worst, largest_difference(left.snapshots[client].private, right.snapshots[client].private))
+    return worst
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"clip_norm": 0.05}], ids=["plain", "momentum", "clip"]
+)
+def test_stacked_equals_sequential(net: str, options: dict[str, float]) -> None:
+    one, other = (trained(FedAvg, net, engine=engine, **options) for engine in ("sequential", "stacked"))
+    assert differ(one, other) < 1e-9
+
+
+@pytest.mark.parametrize("kind", [FedProx, Local])
+@pytest.mark.parametrize("net", ["mlp", "lenet_bn"])
+def test_stacked_equals_sequential_for_every_method(kind: type[FederatedModule], net: str) -> None:
+    one, other = (trained(kind, net, engine=engine) for engine in ("sequential", "stacked"))
+    assert differ(one, other) < 1e-9
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 16])
+def test_clients_per_stack_do_not_matter(width: int) -> None:
+    one = trained(Local, "lenet_bn", engine="stacked", clients_per_stack=4)
+    other = trained(Local, "lenet_bn", engine="stacked", clients_per_stack=width)
+    assert differ(one, other) < 1e-9
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_cohort_order_does_not_matter(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trained(FedAvg, "dropout", engine=engine)
+    cohort = FedAvg.cohort
+    monkeypatch.setattr(FedAvg, "cohort", lambda self, round: cohort(self, round)[::-1])
+    other = trained(FedAvg, "dropout", engine=engine)
+    assert differ(one, other) < 1e-9
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_threads_do_not_matter(engine: str) -> None:
+    one = trained(FedAvg, "lenet", engine=engine)
+    torch.set_num_threads(2)
+    other = trained(FedAvg, "lenet", engine=engine)
+    assert differ(one, other) < 1e-9
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_a_client_trains_the_same_whoever_else_does(engine: str) -> None:
+    """Streams belong to the client: it does not notice the rest of the cohort."""
+    alone = trained(Local, "dropout", sizes=(19,), engine=engine)
+    together = trained(Local, "dropout", sizes=(19, 9, 16, 8), engine=engine)
+    own, same = alone.snapshots[0].private, together.snapshots[0].private
+    assert largest_difference(own, same) < 1e-9
+
+
+def test_dropout_differs_between_clients_rounds_and_seeds() -> None:
+    def first(seed: int) -> dict[str, Tensor]:
+        return trained(FedAvg, "dropout", engine="stacked", seed=seed).net.state_dict()
+
+    assert largest_difference(first(0), first(0)) == 0.0
+    assert largest_difference(first(0), first(1)) > 1e-3
+
+
+def test_a_batch_of_one_is_dropped_with_batch_normalisation() -> None:
+    """9 samples in batches of 8: the last one has no variance to normalise by."""
+    bn = trained(Local, "lenet_bn", sizes=(9, 8))
+    plain = trained(Local, "lenet", sizes=(9, 8))
+    assert [bn.snapshots[c].steps for c in (0, 1)] == [4, 4]  # 2 rounds of 2 epochs
+    assert [plain.snapshots[c].steps for c in (0, 1)] == [8, 4]
+
+
+def test_batchnorm_buffers_reach_others_only_through_the_aggregate() -> None:
+    """What a client sends up after one round does not depend on who else trained."""
+
+    def sent(sizes: tuple[int, ...], engine: str) -> dict[str, Tensor]:
+        method = FedAvg(seeded(lambda: LeNetBN(num_classes=CLASSES)), lr=0.1, batch_size=8, engine=engine)
+        sent: list[Message] = []
+        method.on_before_aggregate = sent.extend  # type: ignore[attr-defined]
+        fit(method, blobs(sizes, IMAGE), rounds=1)
+        return sent[0].tensors
+
+    for engine in ("sequential", "stacked"):
+        assert largest_difference(sent((19,), engine), sent((19, 24, 8), engine)) < 1e-9
+
+
+def test_engines_never_write_to_the_state_they_are_given() -> None:
+    from fl_lightning.engine import Job, make_engine
+
+    method = FedProx(seeded(lambda: LeNetBN(num_classes=CLASSES)).double(), lr=0.1, batch_size=8)
+    data = blobs((19, 9), IMAGE)
+    for engine in ("sequential", "stacked"):
+        for clients in ([0], [0, 1]):
+            jobs = [Job(c, method.begin(c, method.message_down(c))) for c in clients]
+            before = {k: v.clone() for k, v in jobs[0].state.items()}
+            make_engine(engine).train(method, data.federation, jobs, 0)
+            assert largest_difference(before, jobs[0].state) == 0.0

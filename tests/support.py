@@ -1,0 +1,96 @@
+"""Small federations and runs that the tests share."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+from fl_lightning.datamodules import FederatedDataModule, TensorFederation
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import MLP
+
+FEATURES, CLASSES = 20, 4
+#: Per client: training samples. Ragged, with last partial batches of several sizes for B = 8.
+RAGGED = (40, 27, 33, 16)
+
+
+def blobs(
+    sizes: Sequence[int] = RAGGED, shape: tuple[int, ...] = (FEATURES,), seed: int = 0, **kwargs: Any
+) -> TensorFederation:
+    """Gaussian classes, each client with a skew of its own and ten test samples."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, *shape, generator=generator)
+    inputs, targets, train, test = [], [], [], []
+    start = 0
+    for client, size in enumerate(sizes):
+        share = torch.full((CLASSES,), 0.2)
+        share[client % CLASSES] = 1.0
+        y = torch.multinomial(share, size + 10, replacement=True, generator=generator)
+        inputs.append(centres[y] + torch.randn(size + 10, *shape, generator=generator))
+        targets.append(y)
+        train.append(list(range(start, start + size)))
+        test.append(list(range(start + size, start + size + 10)))
+        start += size + 10
+    x, y = torch.cat(inputs), torch.cat(targets)
+    return TensorFederation(x, y, train=train, test=test, num_classes=CLASSES, **kwargs)
+
+
+def mlp(seed: int = 0, hidden: tuple[int, ...] = (16,)) -> MLP:
+    """MLP 20-16-4 with biases and seeded weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return MLP(in_features=FEATURES, hidden=hidden, num_classes=CLASSES, bias=True)
+
+
+def trainer(rounds: int = 3, **kwargs: Any) -> Trainer:
+    """A silent stock Trainer on the CPU in float64, unless told otherwise."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    settings: dict[str, Any] = {
+        "max_epochs": rounds,
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(**{**settings, **kwargs})
+
+
+def fit(
+    method: FederatedModule, data: FederatedDataModule, rounds: int = 3, ckpt_path: str | None = None, **kwargs: Any
+) -> Trainer:
+    """Run a federation and return the Trainer."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*log_every_n_steps.*|.*does not have many workers.*")
+        run = trainer(rounds, **kwargs)
+        run.fit(method, datamodule=data, ckpt_path=ckpt_path)
+    return run
+
+
+def weights(method: FederatedModule) -> dict[str, Tensor]:
+    """The server's entries, copied."""
+    return {name: value.detach().clone() for name, value in method.net.state_dict().items()}
+
+
+def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Largest absolute difference over all entries; the names must be the same."""
+    assert left.keys() == right.keys()
+    return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
+
+
+def sgd(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], **kwargs: Any) -> None:
+    """The reference: a bare PyTorch loop."""
+    optimizer = torch.optim.SGD(net.parameters(), **kwargs)
+    net.train()
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()

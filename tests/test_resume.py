@@ -1,0 +1,160 @@
+"""A run that stops anywhere and is resumed ends like the run that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from fl_lightning.methods import FedAvg, FedProx, Local
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import LeNetBN
+from fl_lightning.optim import FedAdam
+from tests.support import CLASSES, blobs, fit, weights
+
+ROUNDS = 4
+HOOKS = ["on_round_start", "on_client_start", "on_client_end", "on_before_aggregate", "on_round_end"]
+LIGHTNING_HOOKS = ["on_train_batch_end", "on_validation_start", "on_train_epoch_end", "on_save_checkpoint"]
+
+
+class Stop(Callback):
+    """Does something drastic the n-th time a hook is called."""
+
+    def __init__(self, hook: str, times: int, act: Any) -> None:
+        self.times, self.act = times, act
+        setattr(self, hook, self._count)
+
+    def _count(self, *args: Any) -> None:
+        self.times -= 1
+        if self.times == 0:
+            self.act()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise RuntimeError("client lost")
+
+
+def make(kind: type[FederatedModule], **kwargs: Any) -> FederatedModule:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = LeNetBN(num_classes=CLASSES)
+    return kind(net, lr=0.1, epochs=2, batch_size=8, momentum=0.5, **{"engine": "stacked", **kwargs})
+
+
+def run(method: FederatedModule, folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> None:
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
+    data = blobs((19, 9, 16, 8), (1, 28, 28), fraction=0.5)
+    fit(method, data, ROUNDS, ckpt_path, precision="32-true", enable_checkpointing=True, callbacks=[saver, *callbacks])
+
+
+def stopped(method: FederatedModule, folder: Path, *callbacks: Callback) -> None:
+    """Run in a forked child, which may die in any way."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            run(method, folder, *callbacks)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def state_of(method: FederatedModule) -> dict[str, torch.Tensor]:
+    state = weights(method)
+    for client in method.snapshots:
+        shot = method.snapshots[client]
+        state |= {f"{client}.{name}": value for name, value in shot.private.items()}
+        state[f"{client}.counters"] = torch.tensor([shot.rounds, shot.steps, shot.last_round])
+    state["bytes"] = torch.tensor([method.bytes_up, method.bytes_down])
+    state["scores"] = method.evaluator.scores["val"]
+    return state
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    torch.set_num_threads(1)
+    states = {}
+    for kind in (FedAvg, FedProx, Local):
+        method = make(kind)
+        run(method, tmp_path_factory.mktemp(kind.__name__))
+        states[kind.__name__] = state_of(method)
+    return states
+
+
+def resumed(kind: type[FederatedModule], folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
+    last = folder / "last.ckpt"
+    method = make(kind, **kwargs)
+    run(method, folder, ckpt_path=str(last) if last.exists() else None)
+    return state_of(method)
+
+
+@pytest.mark.parametrize("hook", HOOKS + LIGHTNING_HOOKS)
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_kill_9_at_every_point(hook: str, times: int, tmp_path: Path, uninterrupted: Any) -> None:
+    stopped(make(FedAvg), tmp_path, Stop(hook, times, kill))
+    assert_same(resumed(FedAvg, tmp_path), uninterrupted["FedAvg"])
+
+
+@pytest.mark.parametrize("act", [kill, interrupt, terminate, fail])
+@pytest.mark.parametrize("kind", [FedAvg, FedProx, Local])
+def test_any_stop_within_a_round(act: Any, kind: type[FederatedModule], tmp_path: Path, uninterrupted: Any) -> None:
+    stopped(make(kind), tmp_path, Stop("on_client_end", 5, act))
+    assert (tmp_path / "last.ckpt").exists()
+    assert not (tmp_path / "epoch=3.ckpt").exists()
+    assert_same(resumed(kind, tmp_path), uninterrupted[kind.__name__])
+
+
+@pytest.mark.parametrize("act", [interrupt, fail])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_checkpoint_written_within_a_round(act: Any, hook: str, tmp_path: Path, uninterrupted: Any) -> None:
+    """A checkpoint that the exception itself triggers, in the middle of a round, is resumed as well."""
+    stopped(make(Local), tmp_path, OnExceptionCheckpoint(tmp_path, "stop"), Stop(hook, 3, act))
+    method = make(Local)
+    run(method, tmp_path, ckpt_path=str(tmp_path / "stop.ckpt"))
+    assert_same(state_of(method), uninterrupted["Local"])
+
+
+def test_server_optimizer_state_is_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"server_optimizer": lambda p: FedAdam(p, lr=0.02)}
+    whole = make(FedAvg, **options)
+    run(whole, tmp_path / "whole")
+    stopped(make(FedAvg, **options), tmp_path / "part", Stop("on_round_end", 3, kill))
+    assert_same(resumed(FedAvg, tmp_path / "part", **options), state_of(whole))
+
+
+def test_what_auto_chose_is_kept(tmp_path: Path) -> None:
+    stopped(make(FedAvg, engine="auto"), tmp_path, Stop("on_round_end", 2, kill))
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["fl_lightning"]["engine"]
+    assert saved in ("sequential", "stacked")
+    other = "stacked" if saved == "sequential" else "sequential"
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    checkpoint["fl_lightning"]["engine"] = other  # a probe would choose the first again
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    method = make(FedAvg, engine="auto")
+    run(method, tmp_path, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert method.engine.choice == other  # type: ignore[attr-defined]
