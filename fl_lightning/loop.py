@@ -6,8 +6,11 @@ stopping and loggers of a stock ``Trainer`` count rounds.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,13 +117,14 @@ class FederatedLoop(_Loop):
         self, round: int, messages: list[Message], snapshots: dict[int, ClientSnapshot], summary: dict[str, float]
     ) -> None:
         module = self.module
-        module.server_step(module.aggregate(messages))
-        for message in messages:
-            module.snapshots[message.client] = snapshots[message.client]
-        module.bytes_up += int(summary["comm/up_bytes"])
-        module.bytes_down += int(summary["comm/down_bytes"])
-        module.completed_rounds = round + 1
-        module.summary = summary
+        with _interrupts_held():
+            module.server_step(module.aggregate(messages))
+            for message in messages:
+                module.snapshots[message.client] = snapshots[message.client]
+            module.bytes_up += int(summary["comm/up_bytes"])
+            module.bytes_down += int(summary["comm/down_bytes"])
+            module.completed_rounds = round + 1
+            module.summary = summary
 
     def _hook(self, name: str, *args: Any) -> None:
         """Call a round hook of every callback that has it, and of the module."""
@@ -138,6 +142,22 @@ def _mean_loss(messages: list[Message]) -> float:
     """Mean training loss, weighted by samples."""
     total = sum(message.samples for message in messages)
     return sum(message.loss * message.samples for message in messages) / total
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is over, so that no checkpoint sees half of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held and callable(handler):
+            handler(*held[0])
 
 
 @contextmanager

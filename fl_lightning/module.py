@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -308,6 +308,15 @@ class FederatedModule(LightningModule):
     def _log(self, values: Mapping[str, float | Tensor]) -> None:
         for name, value in values.items():
             self.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in SHOWN)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **kwargs: Any) -> Self:  # type: ignore[override]
+        """The method as a checkpoint left it, with every client's snapshot; takes Lightning's arguments.
+
+        A net that is not a ``FedNet`` has to be passed again: ``load_from_checkpoint(path, net=net)``.
+        """
+        with persistence.readable(checkpoint_path, cls.__name__):
+            return super().load_from_checkpoint(checkpoint_path, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep every client's snapshot with the server's model."""

@@ -110,7 +110,7 @@ class CheckedCheckpointIO(_WrappingCheckpointIO):
 
 
 @contextmanager
-def readable(path: Any) -> Iterator[None]:
+def readable(path: Any, method: str = "method") -> Iterator[None]:
     """Turn whatever reading a damaged or missing checkpoint raises into a sentence."""
     try:
         yield
@@ -119,6 +119,11 @@ def readable(path: Any) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FederationError(f"There is no checkpoint {path}.") from error
     except Exception as error:
+        if "required positional argument: 'net'" in str(error):
+            raise FederationError(
+                f"The checkpoint {path} does not say how its net is made, as it is not a FedNet: "
+                f"pass the net again: {method}.load_from_checkpoint(path, net=...)."
+            ) from error
         raise FederationError(
             f"The checkpoint {path} cannot be read, it is damaged or not a checkpoint ({type(error).__name__}): "
             "use an earlier one."

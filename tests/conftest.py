@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seed that an earlier test set for everything must not leak."""
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def _no_seed() -> Iterator[None]:
+    """A seed that a test sets for everything must not leak into the next."""
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)

@@ -139,6 +139,24 @@ def test_checkpoint_written_within_a_round(act: Any, hook: str, tmp_path: Path, 
     assert_same(state_of(method), uninterrupted["Local"])
 
 
+def test_interrupt_while_the_round_is_committed(tmp_path: Path, uninterrupted: Any) -> None:
+    """Ctrl-C between the server's step and the snapshots must not split them."""
+    method, steps = make(Local), []
+    step = method.server_step
+
+    def interrupted(target: dict[str, torch.Tensor]) -> None:
+        steps.append(step(target))
+        if len(steps) == 2:
+            interrupt()
+
+    method.server_step = interrupted  # type: ignore[method-assign]
+    stopped(method, tmp_path, OnExceptionCheckpoint(tmp_path, "stop"))
+    assert torch.load(tmp_path / "stop.ckpt", weights_only=True)["fl_lightning"]["rounds"] == 2
+    again = make(Local)
+    run(again, tmp_path, ckpt_path=str(tmp_path / "stop.ckpt"))
+    assert_same(state_of(again), uninterrupted["Local"])
+
+
 def test_server_optimizer_state_is_resumed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"server_optimizer": lambda p: FedAdam(p, lr=0.02)}
     whole = make(FedAvg, **options)

@@ -67,9 +67,10 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
 
 def _unknown(name: str, noun: str, base: type) -> str:
     known = sorted(names(base))
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "choose one of"
-    return f"there is no {noun} {name!r}; {hint} " + ("(known: " + ", ".join(known) + ")" if near else ", ".join(known))
+    lower = {kind.lower(): kind for kind in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1)
+    hint = f"did you mean {lower[near[0]]}? There are" if near else "choose one of"
+    return f"there is no {noun} {name!r}; {hint} {', '.join(known)}"
 
 
 def names(base: type) -> list[str]:

@@ -99,13 +99,13 @@ def _figures(summary: Summary, chosen: NDArray[np.bool_]) -> dict[str, str]:
         "test samples": f"{summary.test[chosen].sum():,}",
         "classes per client": _spread(summary.classes_per_client[chosen]),
         "label entropy (bits)": f"{summary.entropy[chosen].mean():.2f} of {np.log2(summary.train.shape[1]):.2f}",
-        "samples per client": _spread(sizes),
-        "size spread (std / mean)": f"{sizes.std() / sizes.mean():.2f}",
+        "training samples per client": _spread(sizes),
+        "their spread (std / mean)": f"{sizes.std() / sizes.mean():.2f}",
     }
 
 
 def _client_table(summary: Summary, rows: int) -> Any:
-    """The first clients: mode, size, entropy and samples of every class."""
+    """The first clients: mode, sizes, entropy and training samples of every class."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -117,7 +117,7 @@ def _client_table(summary: Summary, rows: int) -> Any:
     for column in ("client", "mode", "train", "test", "bits", *map(str, shown)):
         table.add_column(column, justify="right")
     for client in range(min(rows, clients)):
-        counts = (str(summary.counts[client, c] or "") for c in shown)
+        counts = (str(summary.train[client, c] or "") for c in shown)
         figures = (client, summary.modes[client], summary.train[client].sum(), summary.test[client].sum())
         table.add_row(*map(str, figures), f"{summary.entropy[client]:.2f}", *counts)
     return table

@@ -85,7 +85,7 @@ def _draw_shares(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None
         who = f"mode {mode}, " if len(modes) > 1 else ""
         clients = int((summary.modes == mode).sum())
         patches.append(Patch(color=COLOURS[mode % len(COLOURS)], label=f"{who}{clients:,} clients"))
-    scale = f"share of the client's samples: white 0, full colour {shares.max():.2g}"
+    scale = f"share of the client's training samples: white 0, full colour {shares.max():.2g}"
     patches.append(Patch(facecolor="white", edgecolor="grey", label=scale))
     axes.legend(
         handles=patches, fontsize=8, ncols=len(patches), loc="lower right", bbox_to_anchor=(1, 1), frameon=False

@@ -53,31 +53,26 @@ class Summary:
         )
 
     @property
-    def counts(self) -> Counts:
-        """Training and test samples of every client and class, shape (clients, classes)."""
-        return self.train + self.test
-
-    @property
     def shares(self) -> NDArray[np.float64]:
-        """Each client's share of every class, shape (clients, classes); rows sum to 1."""
-        shares: NDArray[np.float64] = self.counts / self.counts.sum(axis=1, keepdims=True)
+        """Each client's share of every class in training, shape (clients, classes); rows sum to 1."""
+        shares: NDArray[np.float64] = self.train / self.train.sum(axis=1, keepdims=True)
         return shares
 
     @property
     def sizes(self) -> Counts:
-        """Training and test samples of every client, shape (clients,)."""
-        sizes: Counts = self.counts.sum(axis=1)
+        """Training samples of every client, shape (clients,)."""
+        sizes: Counts = self.train.sum(axis=1)
         return sizes
 
     @property
     def classes_per_client(self) -> Counts:
-        """How many classes each client has, shape (clients,)."""
-        held: Counts = np.count_nonzero(self.counts, axis=1)
+        """How many classes each client trains on, shape (clients,)."""
+        held: Counts = np.count_nonzero(self.train, axis=1)
         return held
 
     @property
     def entropy(self) -> NDArray[np.float64]:
-        """Entropy of each client's labels in bits, shape (clients,): 0 for one class, log2(classes) for all alike."""
+        """Entropy of each client's training labels in bits, shape (clients,): 0 for one class, log2(C) for C alike."""
         shares = self.shares
         bits: NDArray[np.float64] = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=1)
         return np.abs(bits)  # no minus zero

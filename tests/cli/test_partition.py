@@ -17,7 +17,7 @@ DIGITS = ["--data", "Digits", "--data.partition", "Unimodal", "--data.partition.
 def test_prints_a_table_and_writes_manifest_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["partition", *DIGITS, "--out", str(tmp_path / "out"), "--rows", "3"])
     printed = capsys.readouterr().out
-    for figure in ("clients", "samples per client", "classes per client", "label entropy", "size spread"):
+    for figure in ("clients", "samples per client", "classes per client", "label entropy", "spread"):
         assert figure in printed
     assert "and 17 more clients" in printed
     assert (tmp_path / "out" / "partition.png").stat().st_size > 5000

@@ -21,8 +21,9 @@ def test_figures_by_hand() -> None:
     part = Partition(ClientIndex.of([[0, 1], [2, 4]]), ClientIndex.of([[6], [3, 5]]), {"mode": [0, 1]})
     summary = Summary.of(part, labels, 3)
     assert summary.train.tolist() == [[2, 0, 0], [0, 1, 1]]
-    assert summary.counts.tolist() == [[3, 0, 0], [0, 2, 2]]
-    assert summary.sizes.tolist() == [3, 4]
+    assert summary.test.tolist() == [[1, 0, 0], [0, 1, 1]]
+    assert summary.sizes.tolist() == [2, 2]
+    assert summary.shares.tolist() == [[1, 0, 0], [0, 0.5, 0.5]]
     assert summary.classes_per_client.tolist() == [1, 2]
     assert summary.entropy.tolist() == [0, 1]
     assert not np.signbit(summary.entropy).any()

@@ -14,7 +14,7 @@ from fl_lightning.errors import FederationError
 
 
 class DominantClass(PartitionScheme):
-    """Client k takes a share ``eta`` of its shards from class k mod classes, the rest by its own weights (2.6).
+    """FedDAF's partition: a share ``eta`` of client k's shards is of class k mod classes (docs/partitions.md).
 
     Official training and test rows are pooled and 20% of every class is held out as the global test set. The other 80%
     of a class is cut into ``shards_per_class`` shards, as equal as can be, and every shard goes to exactly one client.

@@ -19,8 +19,8 @@ from fl_lightning.datamodules.partitions.deal import (
 )
 from fl_lightning.errors import FederationError
 
-#: Classes of each mode and clients of each mode (docs/partitions.md). In ``fashion_mnist_tops`` the T-shirt is footwear's
-#: companion too, the other reading of "footwear and shirts".
+#: Classes and clients of each mode, as published (docs/partitions.md). ``fashion_mnist_tops`` is the other reading of
+#: "footwear and shirts", with the T-shirt among them.
 MODES: dict[str, tuple[list[list[int]], list[int]]] = {
     "mnist": ([[1, 3, 5, 7, 9], [0, 2, 4, 6, 8]], [100, 20]),
     "fashion_mnist": ([[0, 1, 2, 3, 4, 8], [5, 6, 7, 9]], [90, 20]),

@@ -1,0 +1,161 @@
+"""The command line: what parses, what runs, what is refused and how."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fl_lightning.cli import main
+from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.lightning import FederatedCLI
+from fl_lightning.methods import FedAvg
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that must end in one sentence and exit code 2; returns the sentence."""
+    with pytest.raises(SystemExit) as end:
+        main(list(argv))
+    assert end.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("fl-lightning: error: ")
+    return last
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_every_config_parses(path: Path) -> None:
+    class Parsed(FederatedCLI):
+        def instantiate_classes(self) -> None:
+            """Only parse."""
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Only parse."""
+
+    assert Parsed(args=["fit", "--config", str(path)]).config["fit"]["model"]["class_path"]
+
+
+def test_fit_test_and_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    fit = ["fit", "--config", QUICKSTART, *QUIET]
+    main([*fit, "--trainer.max_epochs=2"])
+    folder = Path("runs/quickstart/version_0")
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["model"]["class_path"] == "fl_lightning.methods.FedAvg"
+    assert saved["trainer"]["max_epochs"] == 2
+    last = str(folder / "checkpoints" / "last.ckpt")
+    main(["test", "--config", QUICKSTART, *QUIET, "--ckpt_path", last])
+    assert "test/acc_worst10" in capsys.readouterr().out
+    main(["predict", "--config", QUICKSTART, *QUIET, "--ckpt_path", last])
+    main(["validate", "--config", QUICKSTART, *QUIET, "--ckpt_path", last])
+    main([*fit, "--trainer.max_epochs=4", "--ckpt_path", last])
+    main([*fit, "--trainer.max_epochs=4"])
+    resumed, whole = (
+        torch.load(f"runs/quickstart/version_{v}/checkpoints/last.ckpt", weights_only=True) for v in (4, 5)
+    )
+    assert resumed["epoch"] == whole["epoch"] == 3
+    for name, value in whole["state_dict"].items():
+        torch.testing.assert_close(resumed["state_dict"][name], value)
+    loaded = FedAvg.load_from_checkpoint("runs/quickstart/version_5/checkpoints/last.ckpt")
+    assert (loaded.local.epochs, loaded.net.head.out_features) == (5, 10)  # type: ignore[union-attr]
+
+
+def test_print_config_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--config", QUICKSTART, "--model.server_optimizer=Yogi", "--model.momentum=0.5"]
+    texts = []
+    for argv in (options, ["--config", "printed.yaml"]):
+        with pytest.raises(SystemExit) as end:
+            main(["fit", *argv, "--print_config"])
+        assert end.value.code in (0, None)
+        texts.append(capsys.readouterr().out)
+        Path("printed.yaml").write_text(texts[-1])
+    assert texts[0] == texts[1]
+    assert yaml.safe_load(texts[0])["model"]["init_args"]["server_optimizer"]["class_path"] == "fl_lightning.optim.Yogi"
+
+
+def test_options_reach_the_method() -> None:
+    class Made(FederatedCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Only make the objects."""
+
+    options = ["--model", "FedProx", "--model.net", "MLP", "--model.net.in_features=64", "--model.mu=0.7"]
+    cli = Made(args=["fit", "--data", "Digits", *options, "--model.lr=0.3", "--seed_everything=5"])
+    assert (cli.model.mu, cli.model.local.lr, cli.model.seed, cli.datamodule.seed) == (0.7, 0.3, 5, 5)  # type: ignore[union-attr]
+    assert cli.model.net.head.out_features == 10  # type: ignore[union-attr]
+    weights = cli.model.net.head.weight  # type: ignore[union-attr]
+    again = Made(args=["fit", "--data", "Digits", *options, "--seed_everything=5"]).model.net.head.weight  # type: ignore[union-attr]
+    other = Made(args=["fit", "--data", "Digits", *options, "--seed_everything=6"]).model.net.head.weight  # type: ignore[union-attr]
+    assert torch.equal(weights, again)
+    assert not torch.equal(weights, other)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--model", "FedProxx"], "there is no method 'FedProxx'; did you mean FedProx?"),
+        (["--data", "Mnist"], "there is no data set 'Mnist'; did you mean MNIST?"),
+        (["--model.net", "LeNet6"], "there is no network 'LeNet6'; did you mean LeNet5?"),
+        (["--data.partition", "Nope"], "there is no partition 'Nope'; choose one of"),
+        (["--model.lr", "fast"], "lr: expected a value of type float, not 'fast'"),
+        (["--model.lrr", "3"], "Option 'lrr' is not accepted"),
+        (["--trainer.rounds", "3"], "unrecognized arguments: --trainer.rounds"),
+        (["--config", "nope.yaml"], "File does not exist"),
+        (["--data.fraction", "0"], "fraction must be greater than 0 and at most 1, not 0.0"),
+        (["--data.fraction", "1.5"], "fraction must be greater than 0 and at most 1, not 1.5"),
+        (["--data.partition.clients", "5000"], "use at most 870 clients"),
+        (["--data.partition.classes_per_client", "11"], "classes_per_client must lie between 1 and the 10 classes"),
+        (["--model.net", "LeNet5"], "LeNet5 cannot take inputs of shape (1, 8, 8)"),
+        (["--model.engine", "warp"], "There is no engine 'warp'"),
+        (["--trainer.gradient_clip_val", "1"], "use the method's clip_norm"),
+        (["--ckpt_path", "nope.ckpt"], "There is no checkpoint nope.ckpt"),
+        (["--data", "MNIST", "--data.root", "nowhere", "--data.download", "false"], "nowhere/MNIST/raw"),
+    ],
+)
+def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sentence in refused(capsys, "fit", "--config", QUICKSTART, *QUIET, *argv)
+
+
+def test_damaged_and_foreign_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.ckpt").write_bytes(b"not a checkpoint")
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, "foreign.ckpt")
+    for command in ("fit", "test"):
+        options = (command, "--config", QUICKSTART, *QUIET, "--ckpt_path")
+        assert "cannot be read" in refused(capsys, *options, "bad.ckpt")
+        assert "not written by fl_lightning" in refused(capsys, *options, "foreign.ckpt")
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'fit'?" in refused(capsys, "fitt")
+    assert "choose one of fit" in refused(capsys, "xyz")
+
+
+def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+    code = "import sys; from fl_lightning.cli import main; main(['--help']); assert 'torch' not in sys.modules"
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CONFIGS.parent)
+    assert time.perf_counter() - began < 3
+    assert all(f"  {name}" in done.stdout for name in COMMANDS)
+
+
+def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    from fl_lightning.cli import demo
+
+    runs = demo.main(Path("demo"), rounds=2)
+    assert [run.name for run in runs] == ["FedAvg", "FedProx", "Local"]
+    assert [len(run.curve.accuracy) for run in runs] == [2, 2, 2]
+    assert Path("demo/accuracy.png").stat().st_size > 5000
+    shown = capsys.readouterr().out
+    assert "worst tenth" in shown
+    assert "tensorboard --logdir demo" in shown
