@@ -2,8 +2,8 @@
 
     python benchmarks/speed.py [--data FOLDER] [--threads N] [--repeats N] [--only NAME] [--engine NAME] [--json FILE]
 
-Both do the same work in turns, so that what else the machine does hits both: ten of a hundred clients, one local epoch
-or five, batches of ten. The federated side counts whole rounds after the first, with validation of all hundred
+Both do the same work in turns, so that what else the machine does hits both: ten of a hundred clients, five local
+epochs, batches of ten. The federated side counts whole rounds after the first, with validation of all hundred
 clients, the aggregate, checkpoint-free, with the CSV logger on. Only the ratio means anything.
 """
 
@@ -38,7 +38,7 @@ class Workload(NamedTuple):
 
 WORKLOADS = {
     "mnist-mlp": Workload(MNIST, MLP, 0.04, 5),
-    "fmnist-cnn": Workload(FashionMNIST, CNNFashion, 0.02, 1),
+    "fmnist-cnn": Workload(FashionMNIST, CNNFashion, 0.02, 5),
 }
 BATCH = 10
 

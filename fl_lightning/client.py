@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fl_lightning.wire import State
 
@@ -74,10 +73,11 @@ class SnapshotStore(MutableMapping[int, ClientSnapshot]):
         self._snapshots = {int(c): ClientSnapshot(dict(private[c]), *counters[c]) for c in private}
 
     def to(self, device: torch.device) -> None:
-        """Move every private entry to ``device``."""
+        """Move every private entry to ``device``; those that are there stay as they are."""
         for client, snapshot in list(self._snapshots.items()):
-            moved: dict[str, Tensor] = {k: v.to(device) for k, v in snapshot.private.items()}
-            self._snapshots[client] = ClientSnapshot(moved, snapshot.rounds, snapshot.steps, snapshot.last_round)
+            if any(value.device != device for value in snapshot.private.values()):
+                moved = {name: value.to(device) for name, value in snapshot.private.items()}
+                self._snapshots[client] = replace(snapshot, private=moved)
 
 
 _NEVER = ClientSnapshot()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_lightning.federation import Federation, Split
 from fl_lightning.metrics import ClientAccuracy, client_summary
-from fl_lightning.wire import State, fast_layout
+from fl_lightning.wire import State, fast_copy
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
@@ -65,10 +65,14 @@ class Evaluator:
             row = torch.tensor([client], device=clients.device)
             metric.update(row, correct[None], losses[None], torch.tensor([len(target)], device=clients.device))
 
+    def accuracies(self) -> Tensor:
+        """Accuracy of every client in the evaluation under way, shape (clients,), NaN for clients not yet seen."""
+        return self._collected.compute()["acc"].detach().clone().cpu()
+
     def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
         """What to log: mean, spread and worst tenth over clients; the server's model on the global test set."""
         computed = self._collected.compute()
-        self.scores[split] = computed["acc"].detach().clone().cpu()
+        self.scores[split] = self.accuracies()
         summary = client_summary(computed["acc"])
         logs = {
             f"{split}/acc": summary["mean"],
@@ -84,6 +88,7 @@ class Evaluator:
 
     def outputs(self, module: FederatedModule, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
         """(client, logits, labels) of each client's samples with the model it is evaluated with."""
+        module.prepare_evaluation(clients)
         ordered = sorted(clients, key=module.model_key)
         groups = [(key, list(group)) for key, group in groupby(ordered, key=module.model_key)]
         for _, group in groups:
@@ -105,7 +110,7 @@ class Evaluator:
 
     def _global_accuracy(self, module: FederatedModule, federation: Federation) -> Tensor:
         assert federation.global_test is not None
-        index, state = federation.global_test, fast_layout(module.server_state())
+        index, state = federation.global_test, fast_copy(module.server_state())
         correct = torch.zeros((), dtype=torch.float64, device=federation.device)
         for part in torch.split(index, SAMPLES):
             logits = _forward(module, state, federation, federation.inputs[part])
@@ -121,6 +126,31 @@ class Evaluator:
         self.scores = dict(state)
 
 
+@torch.no_grad()
+def mean_loss(module: FederatedModule, state: State, client: int, split: Split = "train") -> Tensor:
+    """Mean loss of a model over all of a client's samples: one pass in a fixed order, nothing drawn.
+
+    The net is in eval mode (no dropout, running statistics) and samples are not augmented, so the value is that of
+    the model alone and the same on every call.
+
+    Args:
+        module: the method, for its net and its loss.
+        state: the model, at least all entries of the net.
+        client: the client.
+        split: which of the client's samples.
+
+    Returns:
+        The mean, 0-dim, summed up in float64.
+    """
+    federation, state = module.federation, fast_copy(state)
+    index = federation.index(split)[client]
+    total = torch.zeros((), dtype=torch.float64, device=federation.device)
+    for part in torch.split(index, SAMPLES):
+        x, y = federation.gather([client], part[None], module.compute_dtype)
+        total += module.loss(module.call(state, x[0], training=False)[0], y[0]).double() * len(part)
+    return total / len(index)
+
+
 def _forward(module: FederatedModule, state: State, federation: Federation, raw: Tensor) -> Tensor:
     return module.call(state, federation.features(raw, module.compute_dtype), training=False)[0]
 
@@ -133,7 +163,7 @@ def _targets(federation: Federation, client: int, index: Tensor) -> Tensor:
 
 def _one_model(module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
     """All samples of clients that share a model, in large batches across clients."""
-    federation, state = module.federation, fast_layout(module.personal_state(clients[0]))
+    federation, state = module.federation, fast_copy(module.personal_state(clients[0]))
     parts = [federation.index(split)[client] for client in clients]
     batches = torch.split(torch.cat(parts), SAMPLES)
     logits = torch.cat([_forward(module, state, federation, federation.inputs[part]) for part in batches])

@@ -63,7 +63,7 @@ class FederatedModule(LightningModule):
             start anew in every round and are averaged for evaluation (``reset``).
         server_optimizer: makes the optimizer that steps the server's model along the mean change; plain SGD with
             learning rate 1, the default, is FedAvg, adaptive ones give FedOpt.
-        engine: how a cohort is trained: ``auto``, ``sequential`` or ``stacked``.
+        engine: how a cohort is trained: ``auto``, ``sequential``, ``stacked`` or ``captured``.
         clients_per_stack: how many clients are trained together at most.
         seed: seed of all streams; None takes that of ``seed_everything``, else 0.
     """
@@ -165,6 +165,9 @@ class FederatedModule(LightningModule):
         """The model that a client is evaluated with, also if it never trained."""
         return {**self.server_state(), **self.snapshots[client].private}
 
+    def prepare_evaluation(self, clients: Sequence[int]) -> None:
+        """Called before the personal states of several clients are asked for, to make them together; does nothing."""
+
     def model_key(self, client: int) -> int:
         """Clients with equal keys are evaluated with one and the same model."""
         return client if self.private_names else -1
@@ -253,8 +256,15 @@ class FederatedModule(LightningModule):
         self.evaluator.prepare(federation.num_clients)
         self.__dict__["_functional"] = None  # made anew where the module then lies
         if stage == "fit":
+            self.engine.reset()
             self.completed_rounds = 0  # of this fit; a checkpoint that is resumed says otherwise
             self.trainer.fit_loop.federated = FederatedLoop(self.trainer, self)  # type: ignore[attr-defined]
+
+    def on_fit_start(self) -> None:
+        """Clients follow the module to its device, which a checkpoint is read before."""
+        self.snapshots.to(self.device)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def configure_optimizers(self) -> Optimizer:
         """The server's optimizer."""

@@ -68,7 +68,6 @@ def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     if isinstance(module.engine, AutoEngine) and saved["engine"] is not None:
         module.engine = AutoEngine(module.engine.width, saved["engine"])
     module.snapshots.load_state_dict(saved["clients"])
-    module.snapshots.to(module.device)
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
     module.bytes_up, module.bytes_down = saved["bytes"]
     module.evaluator.load_state_dict(saved["scores"])

@@ -26,9 +26,13 @@ def is_finite(tensors: State) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point())
 
 
-def fast_layout(state: State) -> State:
-    """The same values with convolution weights channels-last, which CPUs run up to three times faster."""
-    return {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in state.items()}
+def fast_copy(state: State) -> State:
+    """A copy with convolution weights channels-last, which CPUs run up to three times faster.
+
+    Cloned, not made ``contiguous``: with one input channel the two layouts look alike, and the latter would do nothing.
+    """
+    layouts = {name: torch.channels_last if v.dim() == 4 else torch.contiguous_format for name, v in state.items()}
+    return {name: value.detach().clone(memory_format=layouts[name]) for name, value in state.items()}
 
 
 @dataclass

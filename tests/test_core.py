@@ -14,7 +14,7 @@ from fl_lightning.engine.schedule import batch_sizes
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex, Federation
 from fl_lightning.metrics import ClientAccuracy, client_summary, worst_tenth
-from fl_lightning.wire import Message, fast_layout, is_finite, message_weights, nbytes, weighted_mean
+from fl_lightning.wire import Message, fast_copy, is_finite, message_weights, nbytes, weighted_mean
 
 
 def test_streams_differ_in_each_of_their_four_coordinates() -> None:
@@ -68,7 +68,7 @@ def test_means_are_accumulated_in_float64() -> None:
 
 def test_mean_does_not_depend_on_the_order_of_messages() -> None:
     torch.manual_seed(0)
-    messages = [Message(i, {"w": torch.randn(50)}, 1) for i in range(9)]
+    messages = [Message(i, {"w": torch.randn(50, dtype=torch.float64)}, 1) for i in range(9)]
     weights = torch.rand(9).tolist()
     there = weighted_mean(messages, weights)
     back = weighted_mean(messages[::-1], weights[::-1])
@@ -96,11 +96,13 @@ def test_finite() -> None:
     assert not is_finite({"a": torch.tensor([float("inf")])})
 
 
-def test_fast_layout_changes_no_value() -> None:
-    state = {"conv": torch.randn(4, 3, 5, 5), "fc": torch.randn(4, 3)}
-    fast = fast_layout(state)
+def test_fast_copy_changes_no_value_and_shares_no_memory() -> None:
+    state = {"conv": torch.randn(4, 3, 5, 5), "first": torch.randn(4, 1, 5, 5), "fc": torch.randn(4, 3)}
+    fast = fast_copy(state)
     assert fast["conv"].is_contiguous(memory_format=torch.channels_last)
+    assert fast["first"].stride() == (25, 1, 5, 1)
     assert all(torch.equal(fast[name], state[name]) for name in state)
+    assert not any(fast[name].data_ptr() == state[name].data_ptr() for name in state)
 
 
 def test_store_returns_an_empty_snapshot_for_a_client_that_never_trained() -> None:

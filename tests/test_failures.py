@@ -139,7 +139,7 @@ def test_checkpoints_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
         (lambda: FedAvg(mlp(), momentum=1.0), r"momentum must lie in \[0, 1\)"),
         (lambda: FedAvg(mlp(), weight_decay=-0.1), "weight_decay must be 0 or more"),
         (lambda: FedAvg(mlp(), clip_norm=0.0), "clip_norm must be greater than 0"),
-        (lambda: FedAvg(mlp(), engine="warp"), "There is no engine 'warp': choose auto, sequential or stacked"),
+        (lambda: FedAvg(mlp(), engine="warp"), "There is no engine 'warp': choose auto, sequential, stacked, captured"),
         (lambda: FedAvg(mlp(), clients_per_stack=0), "clients_per_stack must be 1 or more"),
         (lambda: FedAvg(mlp(), weighting="size"), "weighting must be samples or uniform"),  # type: ignore[arg-type]
         (lambda: FedAvg(mlp(), buffers="drop"), "buffers must be average or keep or reset"),  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ def test_a_net_that_cannot_be_stacked_is_trained_one_by_one(caplog: pytest.LogCa
             method = kind(net)  # type: ignore[arg-type]
             fit(method, blobs(), rounds=2)
             assert method.engine.choice == "sequential"  # type: ignore[attr-defined]
-            assert "cannot be stacked" in method.engine.reason  # type: ignore[attr-defined]
+            assert "the net cannot be stacked" in method.engine.reason  # type: ignore[attr-defined]
 
 
 def test_a_net_that_draws_by_itself_draws_from_the_clients_stream() -> None:

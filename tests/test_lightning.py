@@ -142,14 +142,15 @@ def test_precisions(precision: Any, engine: str) -> None:
     assert {p.dtype for p in method.net.parameters()} == {expected}
 
 
-def test_mixed_precision_runs_the_net_in_bfloat16_with_fresh_weights() -> None:
-    """Cached low-precision copies of weights that changed in place would stop learning, or leak memory."""
-    seen = set()
+def test_mixed_precision_runs_the_net_in_bfloat16_and_caches_no_weights() -> None:
+    """Cached low-precision copies of weights that change at every step would pile up for the whole round."""
+    seen, caching = set(), set()
 
     class Watched(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out = super().forward(x)
             seen.add(out.dtype)
+            caching.add(torch.is_autocast_cache_enabled() and self.training)
             return out
 
     torch.manual_seed(0)
@@ -163,6 +164,7 @@ def test_mixed_precision_runs_the_net_in_bfloat16_with_fresh_weights() -> None:
     seen.clear()
     fit(mixed, blobs(), rounds=3, precision="bf16-mixed")
     assert torch.bfloat16 in seen
+    assert True not in caching
     assert largest_difference(weights(mixed), reference) < 0.02
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 import fl_lightning.methods
 import fl_lightning.optim  # noqa: F401 - classes can be named on the command line once they are imported
@@ -22,7 +22,7 @@ class FederatedCLI(LightningCLI):
     the cohorts and the clients' streams.
     """
 
-    def __init__(self, args: list[str] | None = None, **kwargs: Any) -> None:
+    def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         super().__init__(
             model_class=FederatedModule,
             datamodule_class=FederatedDataModule,
@@ -39,8 +39,8 @@ class FederatedCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """LightningCLI reads the method's settings from the checkpoint: a damaged one is refused here first."""
-        command = self.config[self.config["subcommand"]]
-        with persistence.readable(command.get("ckpt_path")):
+        name = self.config.get("subcommand")
+        with persistence.readable(self.config[name].get("ckpt_path") if name else None):
             super()._parse_ckpt_path()
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

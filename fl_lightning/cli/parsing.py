@@ -61,6 +61,9 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
     refused = re.search(r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)", reason)
     if refused and classes:
         return f"{classes[-1]} has no option {refused[1]!r}"
+    among = re.search(r"Expected an? typing\.Literal\[(.*?)\]\. Got value: (.*)", reason)
+    if among:
+        return f"expected one of {among[1].replace(chr(39), '')}, not {among[2]!r}"
     wanted = re.search(r"Expected an? <class '(\w+)'>\. Got value: (.*)", reason)
     return f"expected a value of type {wanted[1]}, not {wanted[2]!r}" if wanted else reason
 

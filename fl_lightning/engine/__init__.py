@@ -2,6 +2,7 @@
 
 from fl_lightning.engine.auto import ENGINES, AutoEngine
 from fl_lightning.engine.base import Engine
+from fl_lightning.engine.captured import CapturedEngine
 from fl_lightning.engine.contract import (
     Batch,
     Gradient,
@@ -21,6 +22,7 @@ from fl_lightning.errors import FederationError
 __all__ = [
     "AutoEngine",
     "Batch",
+    "CapturedEngine",
     "Engine",
     "FunctionalNet",
     "Gradient",
@@ -42,7 +44,7 @@ def make_engine(name: str, width: int = 16, choice: str | None = None) -> Engine
     """Make an engine by name.
 
     Args:
-        name: ``auto``, ``sequential`` or ``stacked``.
+        name: ``auto``, ``sequential``, ``stacked`` or ``captured``.
         width: how many clients are trained together at most.
         choice: what ``auto`` chose earlier, kept by a checkpoint.
     """
@@ -51,5 +53,5 @@ def make_engine(name: str, width: int = 16, choice: str | None = None) -> Engine
     if name == "auto":
         return AutoEngine(width, choice)
     if name not in ENGINES:
-        raise FederationError(f"There is no engine {name!r}: choose auto, {' or '.join(ENGINES)}.")
+        raise FederationError(f"There is no engine {name!r}: choose auto, {', '.join(ENGINES)}.")
     return ENGINES[name](width)

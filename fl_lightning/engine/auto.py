@@ -9,11 +9,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from fl_lightning.engine.base import Engine
+from fl_lightning.engine.captured import CapturedEngine
 from fl_lightning.engine.contract import Job, LocalMethod, Result
 from fl_lightning.engine.sequential import SequentialEngine
 from fl_lightning.engine.stacked import StackedEngine
 from fl_lightning.federation import Federation
 
+ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
+    engine.name: engine for engine in (SequentialEngine, StackedEngine, CapturedEngine)
+}
 #: Relative disagreement of the probed weights that is put down to rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 #: A faster engine must win by this factor; below it the choice would be noise.
@@ -40,6 +44,11 @@ class AutoEngine(Engine):
         """Name of the chosen engine, None before the first round."""
         return None if self._engine is None else self._engine.name
 
+    def reset(self) -> None:
+        """Let the chosen engine forget what it prepared; the choice stays."""
+        if self._engine is not None:
+            self._engine.reset()
+
     def train(
         self,
         method: LocalMethod,
@@ -57,23 +66,23 @@ class AutoEngine(Engine):
     def _probe(
         self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int
     ) -> tuple[Engine, str]:
-        sequential, stacked = SequentialEngine(self.width), StackedEngine(self.width)
+        def probe(name: str) -> Probe:
+            return Probe(ENGINES[name](self.width), method, federation, jobs, round)
+
+        sequential = probe("sequential")
         if len(jobs) == 1:
-            return sequential, "one client at a time has nothing to stack"
-        probe = [Probe(engine, method, federation, jobs, round) for engine in (sequential, stacked)]
-        reference = probe[0].run()
-        try:
-            candidate = probe[1].run()
-        except Exception as error:  # whatever a net does that vmap cannot
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            return sequential, f"the net cannot be stacked: {first}"
-        difference = disagreement(reference, candidate)
-        if not difference <= TOLERANCE.get(method.compute_dtype, 0.05):
-            return sequential, f"stacked training differs from sequential training by {difference:.1e}"
-        slow, fast = race(probe)
-        if slow < MARGIN * fast:
-            return sequential, f"stacked training runs at {slow / fast:.2f} of its speed"
-        return stacked, f"{slow / fast:.2f} times the speed of sequential training"
+            return sequential.engine, "one client at a time has nothing to stack"
+        agreed, refused = [sequential], ""
+        reference = sequential.run()
+        for name in ("stacked", "captured"):
+            candidate = probe(name)
+            refused = candidate.refusal(reference)
+            if refused:
+                break  # what cannot be stacked cannot be captured either
+            agreed.append(candidate)
+        if len(agreed) == 1:
+            return sequential.engine, refused
+        return _fastest(agreed)
 
 
 class Probe:
@@ -87,6 +96,33 @@ class Probe:
     def run(self, steps: int = 2) -> list[Result]:
         """Train every client for a few steps of each phase, from the jobs' states."""
         return self.engine.train(self.method, self.federation, self.jobs, self.round, max_steps=steps)
+
+    def refusal(self, reference: Sequence[Result]) -> str:
+        """Why this engine cannot be used, empty if it can: it fails, or disagrees with the reference."""
+        try:
+            results = self.run()
+        except Exception as error:  # whatever a net does that vmap or a trace cannot
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            return f"the net cannot be {self.engine.name}: {first}"
+        difference = disagreement(reference, results)
+        if difference <= TOLERANCE.get(self.method.compute_dtype, 0.05):
+            return ""
+        return f"{self.engine.name} training differs from sequential training by {difference:.1e}"
+
+
+def _fastest(probes: Sequence[Probe]) -> tuple[Engine, str]:
+    """The engine that wins by a margin, the simpler one if none does."""
+    seconds = race(probes)
+    best = 0
+    for i in range(1, len(probes)):
+        if seconds[best] > MARGIN * seconds[i]:
+            best = i
+    if best == 0:
+        speeds = ", ".join(
+            f"{p.engine.name} {seconds[0] / s:.2f}" for p, s in zip(probes[1:], seconds[1:], strict=True)
+        )
+        return probes[0].engine, f"the others run at these parts of its speed: {speeds}"
+    return probes[best].engine, f"{seconds[0] / seconds[best]:.2f} times the speed of sequential training"
 
 
 def race(probes: Sequence[Probe], budget: float = 0.5, repeats: int = 5) -> list[float]:
@@ -112,8 +148,3 @@ def disagreement(left: Sequence[Result], right: Sequence[Result]) -> float:
                 scale = float(value.abs().max()) + 1e-12
                 worst = max(worst, float((value - b.state[name]).abs().max()) / scale)
     return worst
-
-
-ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
-    engine.name: engine for engine in (SequentialEngine, StackedEngine)
-}

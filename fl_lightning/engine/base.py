@@ -22,6 +22,9 @@ class Engine(ABC):
     def __init__(self, width: int = 16) -> None:
         self.width = width
 
+    def reset(self) -> None:  # noqa: B027 - most engines have nothing to forget
+        """Forget what was prepared for a run; called when the next one begins."""
+
     @abstractmethod
     def train(
         self,

@@ -14,7 +14,7 @@ from fl_lightning.engine.gradient import eager_gradient
 from fl_lightning.engine.local import LocalSGD
 from fl_lightning.engine.schedule import ClientSchedule, batch_sizes, epoch_noise, scalars
 from fl_lightning.federation import Federation
-from fl_lightning.wire import State, fast_layout
+from fl_lightning.wire import State, fast_copy
 
 #: Batches gathered at once.
 BLOCK = 32
@@ -46,7 +46,7 @@ class _Client:
     ) -> None:
         self.method, self.federation, self.max_steps = method, federation, max_steps
         self.schedule = ClientSchedule.of(method, federation, job.client, round)
-        self.state = fast_layout({name: value.detach().clone() for name, value in job.state.items()})
+        self.state = fast_copy(job.state)
         self.sgd = LocalSGD(method.local, self.state)
         size = torch.tensor(self.schedule.size, device=federation.device)
         self.scalars = scalars(size, round, method.compute_dtype)

@@ -39,15 +39,26 @@ class StackedEngine(Engine):
     ) -> list[Result]:
         """Train the jobs together; see ``Engine.train``."""
         order = sorted(range(len(jobs)), key=lambda i: -len(federation.train[jobs[i].client]))
-        stack = _Stack(method, federation, [jobs[i] for i in order], round, max_steps)
+        stack = _Stack(self, method, federation, [jobs[i] for i in order], round, max_steps)
         results = dict(zip(order, stack.train(), strict=True))
         return [results[i] for i in range(len(jobs))]
+
+    def mapped(self, move: Move, position: int, phase: Phase) -> MappedMove:
+        """A phase's move, given with its position among the moves, mapped over the clients of a stack."""
+        return map_move(move, phase)
 
 
 class _Stack:
     def __init__(
-        self, method: LocalMethod, federation: Federation, jobs: list[Job], round: int, max_steps: int | None
+        self,
+        engine: StackedEngine,
+        method: LocalMethod,
+        federation: Federation,
+        jobs: list[Job],
+        round: int,
+        max_steps: int | None,
     ) -> None:
+        self.engine = engine
         self.method, self.federation, self.max_steps = method, federation, max_steps
         self.clients = [job.client for job in jobs]
         self.schedules = [ClientSchedule.of(method, federation, client, round) for client in self.clients]
@@ -64,7 +75,7 @@ class _Stack:
 
     def train(self) -> list[Result]:
         for phase in self.method.phases():
-            moves = [_mapped(move, phase) for move in moves_of(self.method, phase)]
+            moves = [self.engine.mapped(move, i, phase) for i, move in enumerate(moves_of(self.method, phase))]
             for _ in range(epochs_of(phase, self.max_steps)):
                 for start, stop, batch in self._epoch():
                     self._step(moves, start, stop, batch)
@@ -120,7 +131,7 @@ class _Stack:
         return _pad([noise for noise, _ in drawn]), _pad([dropout for _, dropout in drawn])
 
 
-def _mapped(move: Move, phase: Phase) -> MappedMove:
+def map_move(move: Move, phase: Phase) -> MappedMove:
     """The move mapped over the stack; vmap is given flat tensors, nested ones cost it more than some steps."""
 
     def mapped(state: State, batch: Batch) -> Update:
@@ -139,9 +150,13 @@ def _mapped(move: Move, phase: Phase) -> MappedMove:
 def _stack(values: list[Tensor]) -> Tensor:
     """Stack clients' tensors; one that all share is only repeated and copied when it is first written to."""
     first = values[0].detach()
-    if len(values) > 1 and all(value is values[0] for value in values):
+    if len(values) > 1 and all(_same(value, first) for value in values):
         return first.expand(len(values), *first.shape)
     return torch.stack([value.detach() for value in values])
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
 
 
 def _pad(parts: list[State]) -> State:

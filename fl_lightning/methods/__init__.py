@@ -1,7 +1,13 @@
 """One file per federated method."""
 
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedper import FedPer
 from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.methods.lg_fedavg import LGFedAvg
 from fl_lightning.methods.local import Local
+from fl_lightning.methods.pfedme import PFedMe
+from fl_lightning.methods.qffl import QFFL
+from fl_lightning.methods.waffle_factor import WAFFLe
+from fl_lightning.methods.waffle_l1 import WAFFLeL1
 
-__all__ = ["FedAvg", "FedProx", "Local"]
+__all__ = ["QFFL", "FedAvg", "FedPer", "FedProx", "LGFedAvg", "Local", "PFedMe", "WAFFLe", "WAFFLeL1"]

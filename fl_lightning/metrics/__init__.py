@@ -1,5 +1,45 @@
 """torchmetrics metrics of federated runs, each with a functional core."""
 
 from fl_lightning.metrics.clients import ClientAccuracy, client_summary, worst_tenth
+from fl_lightning.metrics.fairness import (
+    AccuracyEntropy,
+    AccuracyGap,
+    AccuracyVariance,
+    ClientFairness,
+    GapToLocal,
+    GroupAccuracy,
+    JainIndex,
+    WorstDecile,
+    accuracy_entropy,
+    accuracy_gap,
+    accuracy_variance,
+    fairness_summary,
+    gap_to_local,
+    group_means,
+    jain_index,
+    majority_minority,
+    worst_decile,
+)
 
-__all__ = ["ClientAccuracy", "client_summary", "worst_tenth"]
+__all__ = [
+    "AccuracyEntropy",
+    "AccuracyGap",
+    "AccuracyVariance",
+    "ClientAccuracy",
+    "ClientFairness",
+    "GapToLocal",
+    "GroupAccuracy",
+    "JainIndex",
+    "WorstDecile",
+    "accuracy_entropy",
+    "accuracy_gap",
+    "accuracy_variance",
+    "client_summary",
+    "fairness_summary",
+    "gap_to_local",
+    "group_means",
+    "jain_index",
+    "majority_minority",
+    "worst_decile",
+    "worst_tenth",
+]

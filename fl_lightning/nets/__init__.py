@@ -3,6 +3,13 @@
 from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
 from fl_lightning.nets.dropout import StreamDropout, noise_shapes, stream_dropout
+from fl_lightning.nets.factorized import (
+    FactorizedConv2d,
+    FactorizedLayer,
+    FactorizedLinear,
+    factorize,
+    factorized_layers,
+)
 from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN
 from fl_lightning.nets.mlp import MLP
 
@@ -21,11 +28,16 @@ __all__ = [
     "NETS",
     "CNNCifar",
     "CNNFashion",
+    "FactorizedConv2d",
+    "FactorizedLayer",
+    "FactorizedLinear",
     "FedNet",
     "LeNet5",
     "LeNet5Cifar",
     "LeNetBN",
     "StreamDropout",
+    "factorize",
+    "factorized_layers",
     "noise_shapes",
     "stream_dropout",
 ]

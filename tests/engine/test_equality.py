@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_lightning import seeding
+from fl_lightning.engine import Batch
 from fl_lightning.methods import FedAvg, FedProx, Local
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import LeNet5, LeNetBN
-from fl_lightning.wire import Message
-from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
+from fl_lightning.wire import Message, State
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, sgd, weights
 
 IMAGE = (1, 28, 28)
 
@@ -93,6 +96,56 @@ def test_stacked_equals_sequential(net: str, options: dict[str, float]) -> None:
     assert differ(one, other) < 1e-9
 
 
+@pytest.mark.parametrize("kind", [FedAvg, FedProx, Local])
+@pytest.mark.parametrize("net", ["mlp", "lenet_bn", "dropout", "reassigned buffer"])
+def test_captured_equals_stacked(kind: type[FederatedModule], net: str) -> None:
+    one, other = (trained(kind, net, engine=engine, momentum=0.9) for engine in ("stacked", "captured"))
+    assert differ(one, other) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
+def test_what_changes_between_steps_is_not_frozen(engine: str) -> None:
+    """A loss scaled by a schedule that changes at every step, epoch and round, against a loop by hand."""
+
+    class Scheduled(FedAvg):
+        def client_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
+            loss, buffers = super().client_loss(state, batch)
+            s = batch.scalars
+            return loss * (1 + s["step"] + 10 * s["epoch"] + 100 * s["round"]) / s["samples"], buffers
+
+    data, method = blobs([20, 20]), Scheduled(mlp(), lr=0.01, epochs=2, batch_size=8, engine=engine)
+    method.cohort = lambda round: [0, 1]  # type: ignore[method-assign]
+    net = mlp().double()
+    fit(method, data, rounds=2)
+    federation = data.federation
+    for round in range(2):
+        moved = []
+        for client in (0, 1):
+            own, rng, step = copy.deepcopy(net), seeding.stream(0, "batches", round, client), 0
+            for epoch in range(2):
+                index = federation.train[client][seeding.permutation(rng, 20)]
+                for part in index.split(8):
+                    scale = (1 + step + 10 * epoch + 100 * round) / 20
+                    batch = [(federation.inputs[part].double(), federation.targets[part])]
+                    sgd(own, batch, lr=0.01 * scale)
+                    step += 1
+            moved.append(own.state_dict())
+        net.load_state_dict({name: (moved[0][name] + moved[1][name]) / 2 for name in moved[0]})
+    assert largest_difference(weights(method), net.state_dict()) < 1e-9
+
+
+def test_captured_steps_are_traced_anew_for_the_next_run() -> None:
+    method = FedProx(mlp(), mu=0.0, lr=0.1, engine="captured")
+    fit(method, blobs(), rounds=1)
+    method.mu = 5.0
+    start = {name: value.clone() for name, value in weights(method).items()}
+    fit(method, blobs(), rounds=1)
+    other = FedProx(mlp(), mu=5.0, lr=0.1, engine="stacked")
+    other.net.double().load_state_dict(start)
+    fit(other, blobs(), rounds=1)
+    assert largest_difference(weights(method), weights(other)) < 1e-12
+
+
 @pytest.mark.parametrize("kind", [FedProx, Local])
 @pytest.mark.parametrize("net", ["mlp", "lenet_bn"])
 def test_stacked_equals_sequential_for_every_method(kind: type[FederatedModule], net: str) -> None:
@@ -107,7 +160,7 @@ def test_clients_per_stack_do_not_matter(width: int) -> None:
     assert differ(one, other) < 1e-9
 
 
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
 def test_cohort_order_does_not_matter(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trained(FedAvg, "dropout", engine=engine)
     cohort = FedAvg.cohort
@@ -168,7 +221,7 @@ def test_engines_never_write_to_the_state_they_are_given() -> None:
 
     method = FedProx(seeded(lambda: LeNetBN(num_classes=CLASSES)).double(), lr=0.1, batch_size=8)
     data = blobs((19, 9), IMAGE)
-    for engine in ("sequential", "stacked"):
+    for engine in ("sequential", "stacked", "captured"):
         for clients in ([0], [0, 1]):
             jobs = [Job(c, method.begin(c, method.message_down(c))) for c in clients]
             before = {k: v.clone() for k, v in jobs[0].state.items()}

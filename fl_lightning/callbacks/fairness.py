@@ -1,0 +1,198 @@
+"""Fairness by round, and the table of sub-populations at the end."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+from fl_lightning.metrics import fairness_summary, group_means, majority_minority
+from fl_lightning.metrics.fairness import scored
+from fl_lightning.module import FederatedModule
+
+#: With more groups than this only their gap is logged; the table lists all.
+CURVES = 10
+#: Columns of the table, and the names under which ``fairness_summary`` gives them.
+COLUMNS = {
+    "worst tenth": "worst10",
+    "variance": "variance",
+    "Jain index": "jain",
+    "entropy": "entropy",
+    "gain over Local": "local_gap",
+    "worse than Local": "local_worse",
+}
+#: Fractions that the table shows in percent; the variance is in percent squared already.
+PERCENT = {"worst10", "local_gap", "local_worse"}
+Row = dict[str, str]
+
+
+class FairnessCallback(Callback):
+    """Logs how evenly the clients are served, after every round and at the test.
+
+    Logged under ``val/`` and ``test/``: ``variance`` (percent squared), ``jain``, ``entropy``, and where clients form
+    groups ``gap`` and the groups' mean accuracies, ``acc_majority`` and ``acc_minority`` (``acc_<group>_<value>`` for
+    more than two groups). With a TensorBoard logger ``acc_clients`` is the histogram over clients. ``local`` adds
+    ``local_gap``, the mean gain over training alone, and ``local_worse``, the share of clients that had better stayed
+    alone. Clients that were not evaluated, as with ``limit_val_batches``, are left out.
+
+    At the end of a fit, a validation or a test the table of sub-populations is written to the log folder as
+    ``fairness_<split>.csv`` and ``fairness_<split>.md``, in percent.
+
+    Args:
+        group: what of the federation's ``meta`` divides the clients; without it they are one group.
+        local: accuracy of every client trained alone, as fractions, or the checkpoint of a finished run of Local on the
+            same data.
+        folder: where the table is written; None means the Trainer's log folder.
+    """
+
+    def __init__(self, group: str = "mode", local: list[float] | str | None = None, folder: str | None = None) -> None:
+        self.group, self.local, self.folder = group, local, folder
+        self._groups: Tensor | None = None
+        self._names: list[str] = []
+        self._local: dict[str, Tensor] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out which client belongs to which group, and read what Local scored."""
+        if not isinstance(pl_module, FederatedModule):
+            raise FederationError(f"FairnessCallback needs a federated method, not {type(pl_module).__name__}.")
+        federation = pl_module.federation
+        meta = federation.meta.get(self.group)
+        self._groups, self._names = (None, []) if meta is None else _grouped(meta, self.group)
+        self._local = _local_accuracies(self.local, federation.num_clients)
+        if "val" in self._local and federation.val is None:  # then both splits are the same samples
+            self._local.setdefault("test", self._local["val"])
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the round's validation."""
+        if not trainer.sanity_checking:
+            self._log(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the test."""
+        self._log(trainer, pl_module, "test")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the table of the last validation."""
+        self._write(trainer, pl_module, "val")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the table of a validation that is not part of a fit."""
+        if trainer.state.fn == "validate":
+            self._write(trainer, pl_module, "val")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the table of the test."""
+        self._write(trainer, pl_module, "test")
+
+    def _log(self, trainer: Trainer, module: Any, split: Literal["val", "test"]) -> None:
+        # Before the module's own hook, so what it collected is asked for rather than the scores it keeps.
+        accuracies = module.evaluator.accuracies()
+        logs = fairness_summary(accuracies, self._groups, self._local.get(split))
+        del logs["worst10"]  # the module logs it
+        if self._groups is not None and 1 < len(self._names) <= CURVES:
+            means = group_means(accuracies, self._groups)
+            logs |= {f"acc_{name}": mean for name, mean in zip(self._names, means, strict=True)}
+        for name, value in logs.items():
+            module.log(f"{split}/{name}", value, on_step=False, on_epoch=True, batch_size=1)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and len(known := scored(accuracies)):
+                step = trainer.fit_loop.epoch_loop._batches_that_stepped  # where Lightning logs the scalars
+                logger.experiment.add_histogram(f"{split}/acc_clients", known, step)
+
+    def table(self, accuracies: Tensor, local: Tensor | None = None) -> list[Row]:
+        """The sub-populations: all clients, every group, and the gap between majority and minority.
+
+        Args:
+            accuracies: one per client, shape (clients,), NaN for clients that were not evaluated.
+            local: accuracy of every client trained alone, if known.
+
+        Returns:
+            One row each with the same columns, numbers as text, accuracies in percent.
+        """
+        everyone = torch.ones(len(accuracies), dtype=torch.bool)
+        rows = [_row("all", accuracies, everyone, local)]
+        if self._groups is not None and len(self._names) > 1:
+            rows += [_row(n, accuracies, self._groups == g, local) for g, n in enumerate(self._names)]
+            gap = 100 * fairness_summary(accuracies, self._groups)["gap"]
+            rows.append({**dict.fromkeys(rows[0], ""), "population": "gap", "accuracy": f"{gap:.2f}"})
+        return rows
+
+    def _write(self, trainer: Trainer, module: Any, split: Literal["val", "test"]) -> None:
+        folder = self.folder or trainer.log_dir  # asked for on every rank
+        accuracies = module.evaluator.scores.get(split)
+        if accuracies is None or folder is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+            return
+        rows, path = self.table(accuracies, self._local.get(split)), Path(folder) / f"fairness_{split}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        path.with_suffix(".md").write_text(_markdown(rows), encoding="utf-8")
+        rank_zero_info(f"Sub-populations: {path.with_suffix('.md')}")
+
+
+def _grouped(meta: Sequence[Any], key: str) -> tuple[Tensor, list[str]]:
+    """Every client's group, numbered in the order of their values, and the groups' names."""
+    values = [value if isinstance(value, int | float | str) else str(value) for value in meta]
+    distinct = sorted(set(values), key=lambda value: (isinstance(value, str), value))
+    groups = torch.tensor([distinct.index(value) for value in values])
+    if len(distinct) == 2:
+        majority, _ = majority_minority(groups)
+        return groups, ["majority", "minority"] if majority == 0 else ["minority", "majority"]
+    return groups, [f"{key}_{value}" for value in distinct]
+
+
+def _local_accuracies(local: list[float] | str | None, clients: int) -> dict[str, Tensor]:
+    """What Local scored, by split."""
+    if local is None:
+        return {}
+    if isinstance(local, str):
+        scores = _scores(local)
+    else:
+        scores = dict.fromkeys(("val", "test"), torch.tensor(local, dtype=torch.float64))
+    for accuracies in scores.values():
+        if len(accuracies) != clients:
+            raise FederationError(f"There are {len(accuracies)} Local accuracies for {clients} clients.")
+    return dict(scores)
+
+
+def _scores(path: str) -> Mapping[str, Tensor]:
+    """The clients' accuracies that a checkpoint keeps."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)["fl_lightning"]
+    except FileNotFoundError as error:
+        raise FederationError(f"There is no checkpoint {path} to take Local accuracies from.") from error
+    except Exception as error:
+        raise FederationError(f"{path} is not a checkpoint of fl_lightning to take Local accuracies from.") from error
+    if saved["method"] != "Local":
+        raise FederationError(f"The checkpoint {path} is of {saved['method']}, not of Local.")
+    if not saved["scores"]:
+        raise FederationError(f"The checkpoint {path} was written before its clients were evaluated.")
+    scores: Mapping[str, Tensor] = saved["scores"]
+    return scores
+
+
+def _row(population: str, accuracies: Tensor, members: Tensor, local: Tensor | None) -> Row:
+    """One sub-population's row of the table."""
+    own = accuracies[members]
+    summary = fairness_summary(own, local=None if local is None else local[members])
+    row = {"population": population, "clients": str(len(scored(own))), "accuracy": f"{100 * scored(own).mean():.2f}"}
+    for column, name in COLUMNS.items():
+        if name in summary:
+            digits = 4 if name in ("jain", "entropy") else 2
+            row[column] = f"{float(summary[name]) * (100 if name in PERCENT else 1):.{digits}f}"
+    return row
+
+
+def _markdown(rows: list[Row]) -> str:
+    lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,165 @@
+"""One run of a published cell: cached by the hash of its configuration, resumed where it stopped."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from fl_lightning.cli.tables import Config, config_hash
+from fl_lightning.errors import FederationError
+from fl_lightning.module import FederatedModule
+
+RESULT, CHECKPOINT, PROGRESS = "result.json", "last.ckpt", "progress.txt"
+#: Rounds between two checkpoints.
+EVERY = 10
+#: Rounds over which the last accuracies are averaged, beside that of the final one.
+LAST = 5
+
+
+class Recorder(Callback):
+    """Keeps what the tables ask for after every round, in the checkpoint, so that a resumed run has all of it.
+
+    Args:
+        path: file to which the rounds done and the accuracy are written, for who waits; None writes nothing.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path
+        self.curves: dict[str, list[float]] = {}
+        self.seconds = 0.0
+        self._began = time.perf_counter()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Start the clock."""
+        self._began = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note the round's accuracies, over all clients and by sub-population."""
+        for name, value in accuracies(pl_module).items():
+            self.curves.setdefault(name, []).append(round(value, 4))
+        if self.path is not None:
+            rounds = f"{trainer.current_epoch + 1} of {trainer.max_epochs} rounds"
+            Path(self.path).write_text(f"{rounds}, {self.curves['local_test_acc'][-1]:.2f}\n")
+
+    def elapsed(self) -> float:
+        """Seconds of training so far, over all resumptions."""
+        return self.seconds + time.perf_counter() - self._began
+
+    def state_dict(self) -> dict[str, Any]:
+        """Curve and clock."""
+        return {"curves": {name: list(curve) for name, curve in self.curves.items()}, "seconds": self.elapsed()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.curves, self.seconds = dict(state_dict["curves"]), float(state_dict["seconds"])
+
+
+def folder_of(root: Path, config: Config, seed: int) -> Path:
+    """Where a run keeps its checkpoint and its result."""
+    return root / f"{config_hash(config)}-seed{seed}"
+
+
+def cached(root: Path, config: Config, seed: int) -> dict[str, Any] | None:
+    """The result of a finished run, or None."""
+    try:
+        result: dict[str, Any] = json.loads((folder_of(root, config, seed) / RESULT).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return result
+
+
+def run_cell(root: Path, config: Config, seed: int, threads: int = 1) -> dict[str, Any]:
+    """Run a configuration with a seed, or take its cached result.
+
+    Args:
+        root: folder of all runs.
+        config: a configuration of ``fl-lightning fit``.
+        seed: the seed of everything.
+        threads: threads of this run.
+
+    Returns:
+        Final metrics in the papers' units (percent), accuracy by round, seconds and the engine that was used.
+    """
+    done = cached(root, config, seed)
+    if done is not None:
+        return done
+    from fl_lightning.cli.lightning import FederatedCLI
+
+    torch.set_num_threads(threads)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    folder = folder_of(root, config, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    cli = FederatedCLI(args=_arguments(config, seed, folder), run=False, save_config_callback=None)
+    last = folder / CHECKPOINT
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=str(last) if last.exists() else None)
+    result = _result(cli.trainer, cli.model)
+    partial = folder / f"{RESULT}.part"
+    partial.write_text(json.dumps(result, indent=1))
+    os.replace(partial, folder / RESULT)
+    last.unlink(missing_ok=True)
+    return result
+
+
+def _arguments(config: Config, seed: int, folder: Path) -> Config:
+    """The configuration as a quiet run that saves itself every few rounds."""
+    saver = {"dirpath": str(folder), "filename": Path(CHECKPOINT).stem, "every_n_epochs": EVERY}
+    arguments = copy.deepcopy(config)
+    arguments["seed_everything"] = seed
+    arguments.setdefault("trainer", {}).update(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            {"class_path": "fl_lightning.cli.cells.Recorder", "init_args": {"path": str(folder / PROGRESS)}},
+            {"class_path": "ModelCheckpoint", "init_args": {**saver, "enable_version_counter": False}},
+        ],
+    )
+    return arguments
+
+
+def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
+    assert isinstance(module, FederatedModule)
+    recorder = next(c for c in trainer.callbacks if isinstance(c, Recorder))  # type: ignore[attr-defined]
+    if not recorder.curves:
+        raise FederationError("The run ended without a validated round: give it at least one round.")
+    state, final, last = module.server_state(), accuracies(module), recorder.curves["local_test_acc"][-LAST:]
+    metrics = {
+        **final,
+        f"local_test_acc_last{LAST}": sum(last) / len(last),
+        "variance": float((100 * module.evaluator.scores["val"]).var(correction=0)),
+        "parameters": sum(state[name].numel() for name in module.shared_names),
+    }
+    if "minority" in final:
+        metrics["gap"] = final["majority"] - final["minority"]
+    return {
+        "metrics": metrics,
+        "rounds": len(recorder.curves["local_test_acc"]),
+        "seconds": round(recorder.elapsed(), 1),
+        "engine": getattr(module.engine, "choice", None) or module.engine.name,
+        "bytes": [module.bytes_up, module.bytes_down],
+        "curves": recorder.curves,
+        "clients": [round(float(value), 4) for value in 100 * module.evaluator.scores["val"]],
+        "modes": [int(mode) for mode in module.federation.meta.get("mode", [])],
+    }
+
+
+def accuracies(module: FederatedModule) -> dict[str, float]:
+    """Mean accuracy in percent over all clients, and over majority and minority where clients have two modes."""
+    scores, modes = 100 * module.evaluator.scores["val"], module.federation.meta.get("mode")
+    found = {"local_test_acc": float(scores.mean())}
+    if modes is not None and len(set(modes)) == 2:
+        members = [scores[torch.tensor([m == mode for m in modes])] for mode in set(modes)]
+        minority, majority = sorted(members, key=len)
+        found |= {"majority": float(majority.mean()), "minority": float(minority.mean())}
+    return found

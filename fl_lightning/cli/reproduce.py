@@ -1,0 +1,188 @@
+"""``fl-lightning reproduce TABLE``: run the cells of a published table and put the results beside it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from fl_lightning.cli import figures
+from fl_lightning.cli.cells import cached, run_cell
+from fl_lightning.cli.parsing import FederatedArgumentParser
+from fl_lightning.cli.results import figure, write_page
+from fl_lightning.cli.tables import Cell, Config, beside, config_hash, config_of, label, select, table, tables
+from fl_lightning.errors import FederationError
+
+Measured = dict[str, Any]
+
+
+def build_parser() -> FederatedArgumentParser:
+    """The command's options."""
+    parser = FederatedArgumentParser(prog="fl-lightning reproduce", description="Run the cells of a published table.")
+    parser.add_argument("table", nargs="?", help="the table, such as waffle_factor_journal/table2")
+    parser.add_argument("--list", action="store_true", help="name all tables and stop")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run per cell and seed")
+    parser.add_argument("--rounds", type=int, help="run fewer rounds than the paper; the result says so")
+    parser.add_argument("--only", nargs="+", default=[], help="conditions such as dataset=mnist method=fedavg,fedprox")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--runs", default="runs/reproduce", help="folder of finished and unfinished runs")
+    parser.add_argument("--results", default="results", help="folder for TABLE.json")
+    parser.add_argument("--docs", default="docs", help="folder for results.md")
+    parser.add_argument("--cached", action="store_true", help="run nothing, use the runs that are finished")
+    parser.add_argument("--show", action="store_true", help="print the runs' configurations and stop")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Run the command; ``argv`` begins with its name."""
+    options = build_parser().parse_args(argv[1:])
+    if options.list or options.table is None:
+        for name, cells in tables().items():
+            print(f"{name:<32} {len(cells):>3} cells, {len(_runs(cells, None)):>3} runs per seed")
+        return
+    cells = select(table(options.table), dict(_condition(text) for text in options.only))
+    runs = _runs(cells, options.rounds)
+    if options.show:
+        print(yaml.safe_dump_all(runs.values(), sort_keys=False))
+        return
+    console, root = Console(), Path(options.runs)
+    if not options.cached:
+        _run_all(console, root, runs, options.seeds, options.jobs)
+    rows = [{**cell, "measured": measure(root, cell, options.seeds, options.rounds)} for cell in cells]
+    rows = [row for row in rows if row["measured"] is not None]
+    if not rows:
+        raise FederationError("None of these cells has a finished run: leave --cached out to run them.")
+    console.print(render(options.table, rows))
+    written = write_results(Path(options.results), options.table, rows)
+    draw(root, options.table, cells, options.seeds, options.rounds, Path(options.docs) / "pictures")
+    write_page(Path(options.results), Path(options.docs))
+    console.print(f"wrote {written} and {Path(options.docs) / 'results.md'}")
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise FederationError(f"--only takes conditions such as dataset=mnist, not {text!r}.")
+    return key, value
+
+
+def _config(cell: Cell, rounds: int | None) -> Config:
+    config = config_of(cell)
+    if rounds is not None:
+        config["trainer"]["max_epochs"] = rounds
+    return config
+
+
+def _runs(cells: list[Cell], rounds: int | None) -> dict[str, Config]:
+    """The different runs that the cells ask for, by hash."""
+    asked = [cell for one in cells for cell in (one, beside(one)) if cell is not None]
+    return {config_hash(config): config for config in (_config(cell, rounds) for cell in asked)}
+
+
+def _run_all(console: Console, root: Path, runs: dict[str, Config], seeds: list[int], jobs: int) -> None:
+    todo = [(config, seed) for seed in seeds for config in runs.values() if cached(root, config, seed) is None]
+    console.print(f"{len(runs) * len(seeds)} runs, {len(todo)} of them to do, {jobs} at a time")
+    # Spawned, not forked: every run starts from a clean process, with threads of its own.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        waiting = {pool.submit(run_cell, root, config, seed): (config, seed) for config, seed in todo}
+        for done, future in enumerate(as_completed(waiting), 1):
+            config, seed = waiting[future]
+            result = future.result()
+            accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
+            name = config["model"]["class_path"].rpartition(".")[2]
+            data = config["data"]["class_path"].rpartition(".")[2]
+            line = (
+                f"{done}/{len(todo)} {name} {data} {config_hash(config)} seed {seed}: {accuracy:.2f} in {seconds:.0f} s"
+            )
+            console.print(line, highlight=False)
+
+
+def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Measured | None:
+    """What the finished runs of a cell came to; None if there is none."""
+    config, other = _config(cell, rounds), beside(cell)
+    found = {seed: result for seed in seeds if (result := cached(root, config, seed)) is not None}
+    if other is None:
+        values = [result["metrics"][cell["metric"]] for result in found.values() if cell["metric"] in result["metrics"]]
+    else:
+        base = {seed: cached(root, _config(other, rounds), seed) for seed in found}
+        found = {seed: result for seed, result in found.items() if base[seed] is not None}
+        values = [found[s]["metrics"][other["metric"]] - base[s]["metrics"][other["metric"]] for s in found]  # type: ignore[index]
+    if not values:
+        return None
+    run, whole = config["trainer"]["max_epochs"], config_of(cell)["trainer"]["max_epochs"]
+    measured = {
+        "mean": round(statistics.fmean(values), 4),
+        "std": round(statistics.stdev(values), 4) if len(values) > 1 else None,
+        "seeds": sorted(found),
+        "rounds": run,
+        "scale": "full" if run == whole else f"{run} of {whole} rounds",
+        "config_hash": config_hash(config),
+        "seconds": round(statistics.fmean(result["seconds"] for result in found.values()), 1),
+    }
+    if cell["metric"] == "local_test_acc":
+        last = [result["metrics"]["local_test_acc_last5"] for result in found.values()]
+        measured["mean_of_last_5_rounds"] = round(statistics.fmean(last), 4)
+    return measured
+
+
+def render(name: str, rows: list[Cell]) -> Table:
+    """Paper beside measured."""
+    shown = Table(title=name)
+    for heading in ("cell", "metric"):
+        shown.add_column(heading)
+    for heading in ("paper", "measured", "difference", "scale"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        shown.add_row(label(row), row["metric"], *cells_of(row))
+    return shown
+
+
+def cells_of(row: Cell) -> Iterator[str]:
+    """Published value, measured value, difference and scale as text."""
+    measured = row["measured"]
+    yield figure(row["value"], row.get("std"))
+    yield figure(measured["mean"], measured["std"])
+    yield "" if row["value"] is None else f"{measured['mean'] - row['value']:+.2f}"
+    yield f"{measured['scale']}, {len(measured['seeds'])} seed{'s' * (len(measured['seeds']) > 1)}"
+
+
+def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
+    """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
+    groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
+        plain = not any(key in cell for key in ("E", "F", "l1_weight"))
+        results = [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
+        if plain and results:
+            groups.setdefault((cell["dataset"], cell["partition"]), {})[cell["method"]] = results
+    folder.mkdir(parents=True, exist_ok=True)
+    for (dataset, partition), runs in groups.items():
+        stem, title = f"results-{name.replace('/', '-')}-{dataset}-{partition}", f"{dataset}, {partition}"
+        figures.curves(runs, folder / f"{stem}.png", title)
+        if all("minority" in result["curves"] for results in runs.values() for result in results):
+            figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
+            figures.distribution(runs, folder / f"{stem}-clients.png", title)
+
+
+def write_results(folder: Path, name: str, rows: list[Cell]) -> Path:
+    """Write the rows into the table's file; rows of other cells that are there stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name.replace('/', '_')}.json"
+    old = json.loads(path.read_text()) if path.exists() else []
+    merged = {_key(row): row for row in [*old, *rows]}
+    order = {_key(cell): i for i, cell in enumerate(table(name))}
+    ordered = sorted(merged.values(), key=lambda row: order.get(_key(row), len(order)))
+    path.write_text(json.dumps(ordered, indent=1) + "\n")
+    return path
+
+
+def _key(cell: Cell) -> str:
+    return json.dumps({k: v for k, v in cell.items() if k not in ("value", "std", "note", "measured")}, sort_keys=True)

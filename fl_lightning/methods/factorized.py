@@ -1,0 +1,296 @@
+"""What the methods with factorised layers share: a dictionary on the server, a selection at home."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.engine import Batch, Gradient, Phase, Update, entries
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
+from fl_lightning.methods.adaptation import fit_entries
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.nets.factorized import FactorizedLayer, factorize, factorized_layers
+from fl_lightning.wire import State, Weighting
+
+Dictionary = Literal["current", "cached"]
+#: Prefix of what a client keeps of the last message it received.
+RECEIVED = "received."
+
+
+class FactorizedModule(FederatedModule, ABC):
+    """A federation that shares factors, of which every client makes its own selection.
+
+    The server holds ``wa``, ``wb`` and ``r`` of every factorised layer and all other weights; messages are exactly
+    these. What a client selects by (its *own entries*, of which a subclass names the kinds) lies in its snapshot and
+    nowhere else. A layer's buffer ``mask`` is where the selection enters the net; it is derived, neither sent nor kept.
+
+    Own entries take plain SGD steps: momentum, weight decay and clipping are for the weights.
+
+    Args:
+        net: the network, dense or with factorised layers.
+        never_sampled: how a client that never trained is evaluated; ``adapt`` first fits its own entries, alone, to its
+            training data.
+        adapt_epochs: passes over its data in which such a client fits its own entries.
+        dictionary: evaluate clients with the server's ``current`` dictionary, or with the last one that each received
+            (``cached``), which needs no connection.
+        weighting: weigh clients by their number of samples, or all the same.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    #: Kinds of own entries that a client has for each factorised layer.
+    kinds: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        net: FedNet,
+        never_sampled: str = "adapt",
+        adapt_epochs: int = 1,
+        dictionary: Dictionary = "current",
+        weighting: Weighting = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, weighting=weighting, **kwargs)
+        self.never_sampled = never_sampled
+        self.dictionary = choice("dictionary", dictionary, ("current", "cached"))
+        if adapt_epochs < 1:
+            raise FederationError(f"adapt_epochs must be 1 or more, not {adapt_epochs}.")
+        self.adapt_epochs = adapt_epochs
+        self.factors: dict[str, int] = {}
+        self._fitted: tuple[Federation | None, list[Any], dict[int, State]] = (None, [], {})
+
+    def factorise(self, factors: Mapping[str, int] | None, effective: Mapping[str, float]) -> None:
+        """Factorise the named layers of the net, beside those that are factorised already.
+
+        Args:
+            factors: number of factors by layer; None or empty if the net came factorised.
+            effective: how many of a layer's factors are active on average, for their initial scale; else all.
+        """
+        rng = seeding.stream(self.seed, "factors")
+        self.net = factorize(self.net, factors or {}, effective, _generator(rng))
+        self._note_factors()
+        if not self.factors:
+            raise FederationError(
+                f"{type(self).__name__} needs to know which layers to factorise, and into how many factors: "
+                "pass for example factors={'fc1': 120}."
+            )
+
+    # ---- what a method says -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def initial(self, layer: str) -> State:
+        """Own entries of a layer that every client starts with, by kind, each of shape (F,)."""
+
+    @abstractmethod
+    def training_masks(self, state: State, noise: State) -> State:
+        """The masks of one local step, by the names of the layers' mask buffers."""
+
+    @abstractmethod
+    def penalty(self, state: State, batch: Batch) -> Tensor:
+        """What the local objective adds to the loss for the selection, 0-dim."""
+
+    @abstractmethod
+    def selection(self, own: State, rng: np.random.Generator) -> Tensor:
+        """The mask that a client with these own entries of a layer is evaluated with."""
+
+    @abstractmethod
+    def own_step(self, name: str, value: Tensor, gradient: Tensor) -> Tensor:
+        """An own entry after one SGD step."""
+
+    def unfitted_masks(self) -> State:
+        """Masks for clients that never trained and are not adapted; by default every factor is used."""
+        return {}
+
+    # ---- names ------------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> dict[str, FactorizedLayer]:
+        """The factorised layers by name."""
+        return factorized_layers(self.net)
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names of a client's own entries, ``layer.kind``."""
+        return tuple(f"{layer}.{kind}" for layer in self.factors for kind in self.kinds)
+
+    def own(self, private: State, layer: str) -> State:
+        """A layer's own entries by kind, out of a client's private ones."""
+        return {kind: private[f"{layer}.{kind}"] for kind in self.kinds}
+
+    def is_private(self, name: str) -> bool:
+        """Masks stay with the client."""
+        return name.endswith(".mask") and name.removesuffix(".mask") in self.factors
+
+    # ---- local training ---------------------------------------------------------------------------------------
+
+    def begin(self, client: int, message: State) -> State:
+        """The received dictionary and the client's own entries; for factors it never saw, the initial ones."""
+        state = super().begin(client, message)
+        state = {name: value for name, value in state.items() if not name.startswith(RECEIVED)}
+        for layer in self.factors:
+            for kind, value in self.initial(layer).items():
+                name = f"{layer}.{kind}"
+                state[name] = widened(state[name], value) if name in state else value
+        return state
+
+    def client_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
+        """The loss under the selection of this step, and the selection's penalty."""
+        loss, buffers = self.selected_loss(state, batch)
+        return loss + self.penalty(state, batch), buffers
+
+    def selected_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
+        """The loss under the selection of this step."""
+        masks = self.training_masks(state, batch.noise)
+        loss, buffers = super().client_loss({**state, **masks}, batch)
+        return loss, {name: value for name, value in buffers.items() if name not in masks}
+
+    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
+        """One SGD step; the penalty, which concerns own entries alone, is left out where they are not trained."""
+        own = set(self.own_names).intersection(phase.trainable)
+        objective = self.client_loss if own else self.selected_loss
+        grads, loss, buffers = gradient(lambda s: objective(s, batch), state, phase.trainable)
+        steps = {name: self.own_step(name, state[name], grads.pop(name)) for name in phase.trainable if name in own}
+        return Update(loss, grads, {**buffers, **steps})
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        """The dictionary goes up; own entries stay, with the received dictionary if it is to be used offline."""
+        up, kept = super().finish(client, state, message)
+        kept = {name: value for name, value in kept.items() if not self.is_private(name)}
+        kept |= {name: state[name] for name in self.own_names}
+        if self.dictionary == "cached":
+            kept |= {RECEIVED + name: value for name, value in message.items()}
+        return up, kept
+
+    # ---- personal models --------------------------------------------------------------------------------------
+
+    def personal_state(self, client: int) -> State:
+        """The dictionary under the client's own selection."""
+        if client in self.snapshots:
+            return self.personalise(self.snapshots[client].private, client)
+        if not self._adapts:
+            return {**self.server_state(), **self.unfitted_masks()}
+        if self._trainer is None:
+            raise FederationError(f"Client {client} never trained: fit its selection with adapt(federation, {client}).")
+        self.prepare_evaluation([client])
+        return self.personalise(self._adapted()[client], client)
+
+    def personalise(self, private: State, client: int = 0) -> State:
+        """The model of a client with these private entries, such as those that :meth:`adapt` returns.
+
+        Factors that were added after the client last trained are not used, so it computes what it did.
+
+        Args:
+            private: the client's private entries.
+            client: whose stream a sampled selection is drawn from.
+        """
+        state = self.server_state()
+        for name, value in private.items():
+            target = name.removeprefix(RECEIVED)
+            if target in state:
+                state[target] = widened(value, state[target])
+        for layer in self.factors:
+            rng = seeding.stream(self.seed, f"evaluation.{layer}", client=client)
+            mask = self.selection(self.own(private, layer), rng)
+            state[f"{layer}.mask"] = widened(mask, torch.zeros_like(state[f"{layer}.mask"]))
+        return state
+
+    def prepare_evaluation(self, clients: Sequence[int]) -> None:
+        """Adapt those of the clients that never trained, all together; kept until the dictionary changes."""
+        if not self._adapts:
+            return
+        adapted = self._adapted()
+        missing = [client for client in clients if client not in self.snapshots and client not in adapted]
+        if missing:
+            adapted.update(self._fit_own(self.federation, missing, self.adapt_epochs))
+
+    def adapt(self, federation: Federation, client: int, epochs: int | None = None) -> State:
+        """Fit a new client's own entries to its training data, with the dictionary frozen; nothing leaves the client.
+
+        Works on a method that :meth:`load_from_checkpoint` returned as on one that has just been trained. Nothing is
+        stored: pass the result to :meth:`personalise` for the client's model, or as
+        ``method.snapshots[number] = ClientSnapshot(private)`` to let the client take part under a number of its own.
+
+        Args:
+            federation: data that holds the client, such as ``datamodule.federation``.
+            client: its number in that data.
+            epochs: passes over its data; None takes ``adapt_epochs``.
+
+        Returns:
+            The client's private entries.
+        """
+        federation = federation.to(self.device)
+        return self._fit_own(federation, [client], self.adapt_epochs if epochs is None else epochs)[client]
+
+    @property
+    def _adapts(self) -> bool:
+        """Whether clients that never trained are adapted; a sanity check before the first round is no reason to."""
+        return self.never_sampled == "adapt" and not (self._trainer is not None and self._trainer.sanity_checking)
+
+    def _adapted(self) -> dict[int, State]:
+        """What was fitted for clients that never trained, on the present dictionary and data."""
+        dictionary = [(id(value), value._version, value.dtype) for value in entries(self.net).values()]
+        if self._fitted[0] is not self.federation or self._fitted[1] != dictionary:
+            self._fitted = (self.federation, dictionary, {})
+        return self._fitted[2]
+
+    def _fit_own(self, federation: Federation, clients: Sequence[int], epochs: int) -> dict[int, State]:
+        with torch.inference_mode(False):  # tensors made in it cannot be trained
+            initial = {f"{m}.{kind}": value for m in self.factors for kind, value in self.initial(m).items()}
+            state = {**self.server_state(), **initial}
+        return fit_entries(self, federation, clients, state, self.own_names, epochs)
+
+    # ---- growth -----------------------------------------------------------------------------------------------
+
+    def grow(self, extra: int | Mapping[str, int]) -> None:
+        """Append factors to the dictionary, for clients to come; call it between two runs.
+
+        Clients that have trained compute what they did until they train again; then they may select new factors too.
+
+        Args:
+            extra: how many, for every factorised layer or by layer.
+        """
+        if self._trainer is not None and self._trainer.training:
+            raise FederationError("The dictionary cannot grow within a run: grow it before fit.")
+        amounts = {layer: extra for layer in self.factors} if isinstance(extra, int) else dict(extra)
+        unknown = sorted(amounts.keys() - self.factors.keys())
+        if unknown:
+            raise FederationError(
+                f"There is no factorised layer {unknown[0]!r}: choose among {', '.join(self.factors)}."
+            )
+        for layer, amount in amounts.items():
+            rng = seeding.stream(self.seed, f"factors.{layer}", round=self.factors[layer])
+            self.layers[layer].grow(amount, _generator(rng))
+        self._note_factors()
+        self.__dict__["_functional"] = None  # it is a copy of the smaller net
+
+    def _note_factors(self) -> None:
+        """Keep count, also for ``load_from_checkpoint``."""
+        self.factors = {name: layer.factors for name, layer in self.layers.items()}
+        self.hparams["factors"] = dict(self.factors)
+
+
+def widened(value: Tensor, target: Tensor) -> Tensor:
+    """``target`` with its leading part, in every dimension, replaced by ``value``; at the target's precision."""
+    if value.shape == target.shape:
+        return value.to(target)
+    whole = target.clone()
+    whole[tuple(slice(size) for size in value.shape)] = value.to(target)
+    return whole
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
+    """The value of an option that must be one of a few words."""
+    if value not in allowed:
+        raise FederationError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.")
+    return value
+
+
+def _generator(rng: np.random.Generator) -> torch.Generator:
+    return torch.Generator().manual_seed(int(rng.integers(2**31)))

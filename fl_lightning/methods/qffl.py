@@ -1,0 +1,83 @@
+"""q-FFL (Li et al., 2020, "Fair Resource Allocation in Federated Learning"): clients that do badly count more."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from fl_lightning.errors import FederationError
+from fl_lightning.evaluation import mean_loss
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.wire import Message, State, message_weights, weighted_mean
+
+#: The entry of the up message that carries F_k.
+LOSS = "received.loss"
+#: Added to F_k, so that a client without loss has powers too.
+EPSILON = 1e-10
+
+
+class QFFL(FederatedModule):
+    """FedAvg's clients under the objective sum_k F_k^(q+1) / (q+1), by q-FedAvg (Algorithm 2 of the paper).
+
+    A client sends the model w_k that it trained and F_k, the loss of the model w it *received* over all of its
+    training samples, in eval mode (:func:`~fl_lightning.evaluation.mean_loss`). With L = 1/lr the server forms
+
+        dw_k    = L (w - w_k)
+        Delta_k = F_k^q dw_k
+        h_k     = q F_k^(q-1) ||dw_k||^2 + L F_k^q
+        w      <- w - sum_k Delta_k / sum_k h_k
+
+    Sample counts play no part. L ||w - w_k||^2 is large, so that q of 0.1 and more shortens the step by orders of
+    magnitude at usual learning rates.
+
+    Args:
+        net: the network.
+        q: how much clients that do badly count; 0 is FedAvg with uniform weights.
+        weighting: ``uniform``; running statistics are averaged so.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``lr`` must be positive.
+    """
+
+    def __init__(self, net: FedNet, q: float = 0.001, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:
+        super().__init__(net, weighting=weighting, **kwargs)
+        if not 0 <= q < math.inf:
+            raise FederationError(f"q must be 0 or more, not {q}.")
+        if weighting != "uniform":
+            raise FederationError("QFFL weighs clients by their loss, never by their samples: leave weighting out.")
+        if not self.local.lr > 0:
+            raise FederationError("QFFL estimates the Lipschitz constant as 1 / lr: lr must be greater than 0.")
+        self.q = q
+
+    def begin(self, client: int, message: State) -> State:
+        """As FedAvg, after a pass over the client's data with the received model."""
+        state = super().begin(client, message)
+        return state | {LOSS: mean_loss(self, state, client).to(self.compute_dtype)}
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        """The trained model and the loss of the received one."""
+        sent, kept = super().finish(client, state, message)
+        return sent | {LOSS: state[LOSS]}, kept
+
+    def aggregate(self, messages: list[Message]) -> State:
+        """q-FedAvg's update, written as a mean of the clients' models and the server's own.
+
+        Divided by L, h_k is a_k + b_k with a_k = F_k^q and b_k = q F_k^(q-1) L ||w - w_k||^2, and the new model is
+
+            w - sum_k a_k (w - w_k) / H = sum_k (a_k / H) w_k + (sum_k b_k / H) w,    H = sum_k (a_k + b_k).
+
+        At q = 0 every a_k is 1 and every b_k is 0: the uniform mean, to the last bit.
+        """
+        server = self.server_state()
+        losses = [float(m.tensors[LOSS]) + EPSILON for m in messages]
+        a = [loss**self.q for loss in losses]
+        b = [self.q * f ** (self.q - 1) * self._moved(m, server) for m, f in zip(messages, losses, strict=True)]
+        total = math.fsum(a + b)
+        own, weights = Message(-1, server, 0), [math.fsum(b) / total, *(x / total for x in a)]
+        rest = [name for name in self.shared_names if name not in self.trainable_names]
+        mean = weighted_mean(messages, message_weights(messages, self.weighting), rest)
+        return mean | weighted_mean([own, *messages], weights, self.trainable_names)
+
+    def _moved(self, message: Message, server: State) -> float:
+        """L ||w - w_k||^2 over all trainable parameters."""
+        moved = (server[name].double() - message.tensors[name].double() for name in self.trainable_names)
+        return sum(float(change.pow(2).sum()) for change in moved) / self.local.lr

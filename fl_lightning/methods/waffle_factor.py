@@ -1,0 +1,228 @@
+"""WAFFLe: weight-anonymized factorization for federated learning (Hao et al.), with an Indian Buffet Process prior.
+
+Equation numbers are those of the journal version (IEEE Access, 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from fl_lightning import distributions as dist
+from fl_lightning import seeding
+from fl_lightning.engine import Batch, Phase
+from fl_lightning.errors import FederationError
+from fl_lightning.methods.factorized import Dictionary, FactorizedModule, choice, widened
+from fl_lightning.nets import FedNet
+from fl_lightning.wire import State
+
+Schedule = Literal["alternate", "joint"]
+Evaluation = Literal["expected", "threshold", "sampled"]
+NeverSampled = Literal["adapt", "ones", "prior_mean"]
+#: c and d are kept this far above 0.
+FLOOR = 1e-3
+#: Initial selection probabilities are kept this far from 0 and 1.
+EDGE = 0.05
+#: Draws of v in the KL terms that are reported.
+REPORTED_DRAWS = 16
+
+
+class WAFFLe(FactorizedModule):
+    """Clients share a dictionary of weight factors and privately infer which of them they use.
+
+    The weight of a factorised layer is W_i = wa diag(r * b_i) wb, Eq. (2)-(4). Under the prior, Eq. (5)-(7),
+    v_k ~ Beta(alpha, 1), p_k = v_1 ... v_k and b_k ~ Bernoulli(p_k); the posterior, Eq. (8)-(10), is
+    q(v_k) = Kumaraswamy(c_k, d_k) and q(b_k) = Bernoulli(pi_k). Clients minimise the negative of the bound (11): per
+    minibatch the loss under a relaxed sample of b, and 1 / n_k of KL(q(b) || p(b | v)) + KL(q(v) || p(v)) with v
+    sampled. Their pi, c and d never leave them.
+
+    ``alternate``, the default schedule, gives the first epochs of a round to the selection, on the dictionary as it was
+    received, and the others to the dictionary under that selection. The paper's Algorithm 2 is ``joint``, with
+    ``vi_lr_mult=1`` and ``never_sampled="ones"``; there the factors fit a client's data before its selection can, so
+    clients hardly differ and end where FedAvg does.
+
+    Args:
+        net: the network, dense or with factorised layers.
+        factors: number of factors of each layer to factorise, by name.
+        alpha_ratio: concentration of the prior as a share of the number of factors, alpha / F.
+        alpha: concentration by layer, in place of ``alpha_ratio``.
+        temperature: of the relaxed Bernoulli samples.
+        schedule: ``alternate`` or ``joint``.
+        selection_epochs: how many of a round's epochs ``alternate`` gives to the selection.
+        vi_lr_mult: learning rate of the selection logits as a multiple of ``lr``.
+        kl_weight: weight of the KL terms; 1 is the bound.
+        evaluation: clients are evaluated with b = pi (``expected``), b = 1[pi >= 1/2] (``threshold``), or one fixed
+            draw of b (``sampled``).
+        never_sampled: a client that never trained first fits pi, c and d to its own training data (``adapt``), or is
+            evaluated with b = 1 (``ones``, the paper's way) or b = E[p] (``prior_mean``).
+        adapt_epochs: passes over its data in which such a client fits pi, c and d.
+        dictionary: evaluate clients with the server's ``current`` dictionary or with the last one each received.
+        logit_bound: logits of pi are kept within plus and minus this.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``weighting`` is ``uniform`` unless given.
+    """
+
+    kinds = ("logits", "c", "d")
+
+    def __init__(
+        self,
+        net: FedNet,
+        factors: dict[str, int] | None = None,
+        alpha_ratio: float = 0.8,
+        alpha: dict[str, float] | None = None,
+        temperature: float = 2 / 3,
+        schedule: Schedule = "alternate",
+        selection_epochs: int = 1,
+        vi_lr_mult: float = 100.0,
+        kl_weight: float = 1.0,
+        evaluation: Evaluation = "expected",
+        never_sampled: NeverSampled = "adapt",
+        adapt_epochs: int = 1,
+        dictionary: Dictionary = "current",
+        logit_bound: float = 8.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, never_sampled=never_sampled, adapt_epochs=adapt_epochs, dictionary=dictionary, **kwargs)
+        for name, value in (("alpha_ratio", alpha_ratio), ("temperature", temperature), ("logit_bound", logit_bound)):
+            if not value > 0:
+                raise FederationError(f"{name} must be greater than 0, not {value}.")
+        for name, value in (("vi_lr_mult", vi_lr_mult), ("kl_weight", kl_weight)):
+            if not value >= 0:
+                raise FederationError(f"{name} must be 0 or more, not {value}.")
+        choice("never_sampled", never_sampled, ("adapt", "ones", "prior_mean"))
+        self.schedule = choice("schedule", schedule, ("alternate", "joint"))
+        self.evaluation = choice("evaluation", evaluation, ("expected", "threshold", "sampled"))
+        if schedule == "alternate" and not 0 < selection_epochs < self.local.epochs:
+            raise FederationError(
+                f"schedule='alternate' needs epochs for the selection and for the factors: selection_epochs must lie "
+                f"between 1 and {self.local.epochs - 1}, one less than epochs={self.local.epochs}, not at "
+                f"{selection_epochs}."
+            )
+        self.temperature, self.selection_epochs, self.vi_lr_mult = temperature, selection_epochs, vi_lr_mult
+        self.kl_weight, self.logit_bound = kl_weight, logit_bound
+        effective = {
+            m: dist.expected_active(n, (alpha or {}).get(m, alpha_ratio * n)) for m, n in (factors or {}).items()
+        }
+        self.factorise(factors, effective)
+        self.alpha = {layer: alpha_ratio * number for layer, number in self.factors.items()} | (alpha or {})
+        if self.alpha.keys() != self.factors.keys() or not all(value > 0 for value in self.alpha.values()):
+            raise FederationError(f"alpha must be greater than 0, for factorised layers only, not {alpha}.")
+
+    # ---- the posterior ----------------------------------------------------------------------------------------
+
+    def initial(self, layer: str) -> State:
+        """Logits of the prior's mean, and c, d (before softplus) for which q(v) is the prior."""
+        reference, alpha = self.layers[layer].r, self.alpha[layer]
+        mean = dist.prior_mean(self.factors[layer], alpha).clamp(EDGE, 1 - EDGE).logit()
+        logits = mean.clamp(-self.logit_bound, self.logit_bound).to(reference.detach())
+        return {
+            "logits": logits,
+            "c": torch.full_like(logits, dist.softplus_inverse(alpha - FLOOR)),
+            "d": torch.full_like(logits, dist.softplus_inverse(1 - FLOOR)),
+        }
+
+    def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
+        """Noise of b and of v for every step and layer."""
+        noise: State = {}
+        for layer, number in self.factors.items():
+            noise[f"{layer}.logistic"] = dist.logistic(rng, (steps, number)).to(self.compute_dtype)
+            noise[f"{layer}.log_u"] = dist.log_uniform(rng, (steps, number)).to(self.compute_dtype)
+        return noise
+
+    def training_masks(self, state: State, noise: State) -> State:
+        """One relaxed sample of b per layer for the whole minibatch."""
+        return {
+            f"{layer}.mask": dist.relaxed_bernoulli(
+                state[f"{layer}.logits"], noise[f"{layer}.logistic"], self.temperature
+            )
+            for layer in self.factors
+        }
+
+    def divergence(self, own: State, log_u: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+        """KL of q(b) given a sampled v, and KL of q(v), both summed over factors.
+
+        Args:
+            own: a layer's own entries by kind, each of shape (F,).
+            log_u: noise of v, shape (..., F).
+            alpha: the layer's concentration.
+
+        Returns:
+            The first of shape (...), the second 0-dim.
+        """
+        c, d = softplus(own["c"]) + FLOOR, softplus(own["d"]) + FLOOR
+        log_p = dist.log_sticks(dist.log_kumaraswamy(c, d, log_u))
+        return dist.kl_bernoulli(own["logits"], log_p).sum(-1), dist.kl_kumaraswamy_beta(c, d, alpha).sum()
+
+    def penalty(self, state: State, batch: Batch) -> Tensor:
+        """The KL terms of (11), weighted so that one epoch of minibatch means adds up to the bound."""
+        terms = [
+            sum(self.divergence(self.own(state, layer), batch.noise[f"{layer}.log_u"], self.alpha[layer]))
+            for layer in self.factors
+        ]
+        return self.kl_weight / batch.scalars["samples"] * torch.stack(terms).sum()  # type: ignore[arg-type]
+
+    def own_step(self, name: str, value: Tensor, gradient: Tensor) -> Tensor:
+        """Logits take larger steps than c and d, within their bound."""
+        if not name.endswith(".logits"):
+            return value - self.local.lr * gradient
+        moved = value - self.local.lr * self.vi_lr_mult * gradient
+        return moved.clamp(-self.logit_bound, self.logit_bound)
+
+    # ---- the round --------------------------------------------------------------------------------------------
+
+    def phases(self) -> Sequence[Phase]:
+        """Selection first and then the dictionary, or both together."""
+        epochs, own, weights = self.local.epochs, self.own_names, self.trainable_names
+        if self.schedule == "joint":
+            return [Phase(epochs, (*weights, *own), "joint")]
+        return [
+            Phase(self.selection_epochs, own, "selection"),
+            Phase(epochs - self.selection_epochs, weights, "factors"),
+        ]
+
+    # ---- personal models --------------------------------------------------------------------------------------
+
+    def selection(self, own: State, rng: np.random.Generator) -> Tensor:
+        """Either b = pi, b = 1[pi >= 1/2], or one draw of b that is always the same."""
+        pi = torch.sigmoid(own["logits"])
+        if self.evaluation == "expected":
+            return pi
+        bar = seeding.uniform(rng, pi.shape, pi.dtype).to(pi.device) if self.evaluation == "sampled" else 0.5
+        return (pi >= bar).to(pi.dtype)
+
+    def unfitted_masks(self) -> State:
+        """All of b at 1, or at the prior's mean."""
+        if self.never_sampled != "prior_mean":
+            return {}
+        masks = {f"{layer}.mask": dist.prior_mean(n, self.alpha[layer]) for layer, n in self.factors.items()}
+        state = self.server_state()
+        return {name: widened(mask, state[name]) for name, mask in masks.items()}
+
+    def grow(self, extra: int | Mapping[str, int]) -> None:
+        """Append factors, see :meth:`FactorizedModule.grow`; alpha stays, so the prior of the first ones does too."""
+        super().grow(extra)
+        self.hparams["alpha"] = dict(self.alpha)
+
+    # ---- what is reported -------------------------------------------------------------------------------------
+
+    def active_factors(self, client: int) -> dict[str, Tensor]:
+        """Which factors a client that has trained selects with probability 1/2 or more, by layer, shape (F,)."""
+        private = self.snapshots[client].private
+        pad = {layer: torch.zeros(n, dtype=torch.bool, device=self.device) for layer, n in self.factors.items()}
+        return {layer: widened(private[f"{layer}.logits"] >= 0, pad[layer]) for layer in self.factors}
+
+    def selection_terms(self, client: int) -> dict[str, float]:
+        """The KL terms of a client that has trained, by layer, the first as a mean over fixed draws of v."""
+        private = self.snapshots[client].private
+        terms: dict[str, float] = {}
+        for layer in self.factors:
+            own = self.own(private, layer)
+            rng = seeding.stream(self.seed, "report", client=client)
+            log_u = dist.log_uniform(rng, (REPORTED_DRAWS, len(own["logits"]))).to(own["logits"])
+            of_b, of_v = self.divergence(own, log_u, self.alpha[layer])
+            terms |= {f"{layer}/kl_b": float(of_b.mean()), f"{layer}/kl_v": float(of_v)}
+        return terms

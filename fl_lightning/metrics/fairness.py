@@ -1,0 +1,283 @@
+"""How evenly a federated model serves its clients.
+
+Units: every function takes one accuracy per client as a fraction in [0, 1], NaN for a client that was not scored, who
+is left out. Accuracies and their differences come back as fractions, indices as numbers in [0, 1], and the variance, as
+papers print it, in percent squared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from fl_lightning.metrics.clients import worst_tenth
+
+
+def group_means(accuracies: Tensor, groups: Tensor) -> Tensor:
+    """Mean accuracy of every group of clients.
+
+    Args:
+        accuracies: shape (clients,).
+        groups: each client's group, numbered from 0, int64, shape (clients,).
+
+    Returns:
+        Shape (groups,), NaN for a group without a scored client.
+
+    Example:
+        >>> group_means(torch.tensor([0.9, 0.7, 0.5]), torch.tensor([0, 0, 1]))
+        tensor([0.8000, 0.5000])
+    """
+    return torch.stack([scored(accuracies[groups == g]).mean() for g in range(int(groups.max()) + 1)])
+
+
+def majority_minority(groups: Tensor) -> tuple[int, int]:
+    """The largest group and the smallest one, by all their clients, scored or not.
+
+    Among groups of one size the majority is the first and the minority the last.
+
+    Example:
+        >>> majority_minority(torch.tensor([0, 0, 1, 2, 2, 2, 3]))
+        (2, 3)
+    """
+    sizes = torch.bincount(groups).tolist()
+    numbers = range(len(sizes))
+    return max(numbers, key=lambda g: (sizes[g], -g)), min(numbers, key=lambda g: (sizes[g], -g))
+
+
+def accuracy_gap(accuracies: Tensor, groups: Tensor) -> Tensor:
+    """Mean accuracy of the majority minus that of the minority; 0 where there is one group only.
+
+    Args:
+        accuracies: shape (clients,).
+        groups: each client's group, numbered from 0, int64, shape (clients,).
+
+    Example:
+        >>> accuracy_gap(torch.tensor([0.75, 1.0, 0.5]), torch.tensor([0, 0, 1]))
+        tensor(0.3750)
+    """
+    means = group_means(accuracies, groups)
+    majority, minority = majority_minority(groups)
+    return means[majority] - means[minority]
+
+
+def accuracy_variance(accuracies: Tensor) -> Tensor:
+    """Population variance over clients, in percent squared.
+
+    Example:
+        >>> accuracy_variance(torch.tensor([0.50, 0.60]))
+        tensor(25.0000)
+    """
+    percent = 100 * scored(accuracies)
+    return (percent - percent.mean()).pow(2).mean()
+
+
+def worst_decile(accuracies: Tensor) -> Tensor:
+    """Mean accuracy of the worst tenth of the clients, at least one.
+
+    Example:
+        >>> worst_decile(torch.tensor([0.5, float("nan"), 0.25]))
+        tensor(0.2500)
+    """
+    return worst_tenth(scored(accuracies))
+
+
+def jain_index(accuracies: Tensor) -> Tensor:
+    """Jain's index, (sum a)^2 / (n sum a^2): 1 if all clients are equal (all 0 too), 1/n if one has everything.
+
+    Example:
+        >>> jain_index(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+        tensor(0.5000)
+    """
+    a = scored(accuracies)
+    squares = a.pow(2).sum()
+    return torch.where(squares > 0, a.sum().pow(2) / (len(a) * squares), _equal(a))
+
+
+def accuracy_entropy(accuracies: Tensor) -> Tensor:
+    """Entropy of the clients' shares of the summed accuracy over log n: 1 if all are equal (all 0, or one, too).
+
+    Example:
+        >>> accuracy_entropy(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+        tensor(0.5000)
+    """
+    a = scored(accuracies)
+    if len(a) < 2 or not a.sum() > 0:
+        return _equal(a)
+    share = a / a.sum()
+    return -torch.xlogy(share, share).sum() / math.log(len(a))
+
+
+def gap_to_local(accuracies: Tensor, local: Tensor) -> Tensor:
+    """What each client gains over training alone: its accuracy minus the one that its Local model has.
+
+    Args:
+        accuracies: shape (clients,).
+        local: accuracy of every client's Local model, shape (clients,).
+
+    Returns:
+        Shape (clients,), negative for a client that had better stayed alone, NaN where either is not known.
+
+    Example:
+        >>> gap_to_local(torch.tensor([0.75, 0.5]), torch.tensor([0.5, 0.75]))
+        tensor([ 0.2500, -0.2500])
+    """
+    return accuracies - local.to(accuracies)
+
+
+def fairness_summary(
+    accuracies: Tensor, groups: Tensor | None = None, local: Tensor | None = None
+) -> dict[str, Tensor]:
+    """All of the above by name.
+
+    Args:
+        accuracies: shape (clients,).
+        groups: each client's group, numbered from 0; None means all are one.
+        local: accuracy of every client's Local model, if known.
+
+    Returns:
+        ``variance``, ``worst10``, ``jain`` and ``entropy``; with two groups or more ``gap``; with ``local`` the mean
+        gain over it, ``local_gap``, and the share of clients that had better stayed alone, ``local_worse``.
+
+    Example:
+        >>> summary = fairness_summary(torch.tensor([0.5, 1.0]), groups=torch.tensor([0, 1]))
+        >>> {name: round(float(value), 3) for name, value in summary.items()}
+        {'variance': 625.0, 'worst10': 0.5, 'jain': 0.9, 'entropy': 0.918, 'gap': -0.5}
+    """
+    summary = {
+        "variance": accuracy_variance(accuracies),
+        "worst10": worst_decile(accuracies),
+        "jain": jain_index(accuracies),
+        "entropy": accuracy_entropy(accuracies),
+    }
+    if groups is not None and int(groups.max()) > 0:
+        summary["gap"] = accuracy_gap(accuracies, groups)
+    if local is not None:
+        gained = scored(gap_to_local(accuracies, local))
+        summary["local_gap"] = gained.mean()
+        summary["local_worse"] = (gained < 0).to(gained).mean()
+    return summary
+
+
+def scored(accuracies: Tensor) -> Tensor:
+    """The accuracies of the clients that were scored."""
+    return accuracies[~accuracies.isnan()]
+
+
+def _equal(scores: Tensor) -> Tensor:
+    """1, or NaN where there is no score."""
+    return scores.new_tensor(1.0 if len(scores) else float("nan"))
+
+
+class ClientFairness(Metric):
+    """Base of the metrics below: counts every client's correct samples, so that any number of updates adds up.
+
+    Args:
+        num_clients: number of clients.
+        groups: each client's group, numbered from 0, int64, shape (clients,), for metrics that compare groups.
+        local: accuracy of every client's Local model, shape (clients,), for metrics that compare with it.
+    """
+
+    full_state_update = False
+    correct: Tensor
+    total: Tensor
+    groups: Tensor | None
+    local: Tensor | None
+
+    def __init__(
+        self, num_clients: int, groups: Tensor | None = None, local: Tensor | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        for name in ("correct", "total"):
+            self.add_state(name, torch.zeros(num_clients, dtype=torch.float64), dist_reduce_fx="sum")
+        self.register_buffer("groups", groups, persistent=False)
+        self.register_buffer("local", local, persistent=False)
+
+    def update(self, clients: Tensor, correct: Tensor, total: Tensor) -> None:
+        """Add what some clients scored.
+
+        Args:
+            clients: their numbers, shape (K,).
+            correct: correctly classified samples, shape (K,).
+            total: number of samples, shape (K,).
+        """
+        self.correct.index_add_(0, clients, correct.to(self.correct))
+        self.total.index_add_(0, clients, total.to(self.total))
+
+    @property
+    def accuracies(self) -> Tensor:
+        """Accuracy of every client, shape (clients,), NaN for clients not seen."""
+        return self.correct / self.total
+
+    def compute(self) -> Any:
+        """All measures by name; see :func:`fairness_summary`."""
+        return fairness_summary(self.accuracies, self.groups, self.local)
+
+
+class GroupAccuracy(ClientFairness):
+    """Mean accuracy of every group; see :func:`group_means`.
+
+    Example:
+        >>> metric = GroupAccuracy(3, groups=torch.tensor([0, 0, 1]))
+        >>> metric.update(torch.tensor([0, 1, 2]), correct=torch.tensor([4, 2, 1]), total=torch.tensor([4, 4, 4]))
+        >>> metric.compute()
+        tensor([0.7500, 0.2500], dtype=torch.float64)
+    """
+
+    def compute(self) -> Tensor:
+        """Shape (groups,)."""
+        assert self.groups is not None, "GroupAccuracy needs groups"
+        return group_means(self.accuracies, self.groups)
+
+
+class AccuracyGap(ClientFairness):
+    """Majority minus minority; see :func:`accuracy_gap`."""
+
+    def compute(self) -> Tensor:
+        """0-dim."""
+        assert self.groups is not None, "AccuracyGap needs groups"
+        return accuracy_gap(self.accuracies, self.groups)
+
+
+class AccuracyVariance(ClientFairness):
+    """Population variance over clients in percent squared; see :func:`accuracy_variance`."""
+
+    def compute(self) -> Tensor:
+        """0-dim."""
+        return accuracy_variance(self.accuracies)
+
+
+class WorstDecile(ClientFairness):
+    """Mean accuracy of the worst tenth of the clients; see :func:`worst_decile`."""
+
+    def compute(self) -> Tensor:
+        """0-dim."""
+        return worst_decile(self.accuracies)
+
+
+class JainIndex(ClientFairness):
+    """Jain's index; see :func:`jain_index`."""
+
+    def compute(self) -> Tensor:
+        """0-dim."""
+        return jain_index(self.accuracies)
+
+
+class AccuracyEntropy(ClientFairness):
+    """Normalised entropy of accuracy; see :func:`accuracy_entropy`."""
+
+    def compute(self) -> Tensor:
+        """0-dim."""
+        return accuracy_entropy(self.accuracies)
+
+
+class GapToLocal(ClientFairness):
+    """What each client gains over training alone; see :func:`gap_to_local`."""
+
+    def compute(self) -> Tensor:
+        """Shape (clients,)."""
+        assert self.local is not None, "GapToLocal needs local"
+        return gap_to_local(self.accuracies, self.local)

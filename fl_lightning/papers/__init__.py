@@ -1,0 +1,1 @@
+"""Published tables and the recipes that reproduce them, as data."""

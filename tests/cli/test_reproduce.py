@@ -1,0 +1,171 @@
+"""Published tables as data, cells as cached and resumable runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fl_lightning.cli import cells, main, reproduce
+from fl_lightning.cli import tables as tables_module
+from fl_lightning.cli.lightning import FederatedCLI
+from fl_lightning.cli.tables import config_hash, config_of, select, table, tables
+from fl_lightning.errors import FederationError
+
+TINY: dict[str, Any] = {
+    "trainer": {"max_epochs": 13},
+    "model": {
+        "class_path": "fl_lightning.methods.FedAvg",
+        "init_args": {
+            "net": {"class_path": "fl_lightning.nets.MLP", "init_args": {"in_features": 64, "hidden": [8]}},
+            "lr": 0.1,
+            "engine": "stacked",
+        },
+    },
+    "data": {
+        "class_path": "fl_lightning.datamodules.Digits",
+        "init_args": {
+            "fraction": 0.5,
+            "partition": {
+                "class_path": "fl_lightning.datamodules.Multimodal",
+                "init_args": {"modes": [[0, 1, 2, 3], [4, 5]], "clients": [8, 4]},
+            },
+        },
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_different_run_of_every_table_parses() -> None:
+    class Parsed(FederatedCLI):
+        def instantiate_classes(self) -> None:
+            """Only parse."""
+
+    runs = {config_hash(config_of(cell)): config_of(cell) for found in tables().values() for cell in found}
+    assert len(runs) > 50
+    for config in runs.values():
+        assert Parsed(args=config, run=False).config["model"]["class_path"] == config["model"]["class_path"]
+
+
+def test_the_papers_settings_reach_the_run() -> None:
+    (cell,) = select(table("waffle_factor_journal/table6"), {"dataset": "mnist", "method": "fedavg", "E": "20"})
+    config = config_of(cell)
+    assert config["trainer"]["max_epochs"] == 50
+    assert config["model"]["init_args"]["epochs"] == 20
+    assert config["model"]["init_args"]["lr"] == 0.04
+    (cell,) = select(table("waffle_factor_journal/table7"), {"dataset": "mnist", "method": "fedavg", "E": "30"})
+    assert config_of(cell)["model"]["init_args"]["lr"] == 0.02
+    (cell,) = select(table("waffle_factor_journal/table9"), {"F": "80", "alpha_over_F": "0.4"})
+    assert config_of(cell)["model"]["init_args"]["factors"] == {"fc1": 80}
+    assert config_of(cell)["model"]["init_args"]["alpha_ratio"] == 0.4
+
+
+def test_one_run_serves_all_cells_that_ask_for_it() -> None:
+    accuracy = select(table("waffle_factor_journal/table2"), {"dataset": "mnist", "partition": "multimodal_Z2"})
+    groups = select(table("waffle_factor_journal/table1"), {"dataset": "mnist"})
+    assert {config_hash(config_of(c)) for c in accuracy} == {config_hash(config_of(c)) for c in groups}
+
+
+def test_published_values_are_kept_and_added_cells_have_none() -> None:
+    cells_of_table = table("waffle_factor_journal/table2")
+    (paper,) = select(cells_of_table, {"dataset": "mnist", "method": "waffle_factor", "partition": "unimodal_Z2"})
+    (ours,) = select(cells_of_table, {"dataset": "mnist", "method": "waffle_factor_joint", "partition": "unimodal_Z2"})
+    assert paper["value"] == 96.23
+    assert ours["value"] is None
+
+
+def test_a_run_is_resumed_cached_and_the_same_as_one_that_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cells.run_cell(tmp_path / "whole", TINY, seed=1)
+    assert whole["rounds"] == 13
+    assert {len(curve) for curve in whole["curves"].values()} == {13}
+
+    noted = cells.Recorder.on_validation_end
+
+    def stops(self: Any, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 11:
+            raise RuntimeError("power cut")
+        noted(self, trainer, pl_module)
+
+    monkeypatch.setattr(cells.Recorder, "on_validation_end", stops)
+    with pytest.raises(RuntimeError, match="power cut"):
+        cells.run_cell(tmp_path / "part", TINY, seed=1)
+    assert cells.cached(tmp_path / "part", TINY, 1) is None
+    monkeypatch.undo()
+    part = cells.run_cell(tmp_path / "part", TINY, seed=1)
+    assert part["curves"] == whole["curves"]
+    assert part["metrics"] == whole["metrics"]
+    assert part["clients"] == whole["clients"]
+
+    monkeypatch.setattr(FederatedCLI, "__init__", lambda *a, **k: pytest.fail("a cached run was run again"))
+    assert cells.run_cell(tmp_path / "part", TINY, seed=1) == part
+
+
+def test_sub_populations_of_a_run(tmp_path: Path) -> None:
+    result = cells.run_cell(tmp_path, {**TINY, "trainer": {"max_epochs": 2}}, seed=0)
+    scores, metrics = result["clients"], result["metrics"]
+    majority, minority = sum(scores[:8]) / 8, sum(scores[8:]) / 4
+    assert metrics["majority"] == pytest.approx(majority, abs=1e-3)
+    assert metrics["minority"] == pytest.approx(minority, abs=1e-3)
+    assert metrics["gap"] == pytest.approx(majority - minority, abs=1e-3)
+    assert metrics["local_test_acc"] == pytest.approx((8 * majority + 4 * minority) / 12, abs=1e-3)
+    assert metrics["variance"] >= 8 * 4 / 12**2 * metrics["gap"] ** 2 - 1e-3
+    assert metrics["parameters"] == 64 * 8 + 8 * 10
+
+
+def test_the_command_writes_results_and_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: {**TINY, "trainer": {"max_epochs": 2}})
+    for seed in (0, 1):  # in this process: the recipe above is only known here
+        cells.run_cell(tmp_path / "runs", {**TINY, "trainer": {"max_epochs": 2}}, seed)
+    only = ["--only", "dataset=mnist", "method=fedavg", "partition=unimodal_Z2"]
+    options = ["--seeds", "0", "1", "--runs", str(tmp_path / "runs"), "--cached"]
+    main(["reproduce", "waffle_factor_journal/table2", *only, *options])
+    (row,) = json.loads(Path("results/waffle_factor_journal_table2.json").read_text())
+    assert row["value"] == 94.46
+    assert row["measured"]["seeds"] == [0, 1]
+    assert row["measured"]["scale"] == "full"
+    assert {"mean", "std", "rounds", "config_hash"} <= row["measured"].keys()
+    page = Path("docs/results.md").read_text()
+    assert "| mnist unimodal_Z2 fedavg | local_test_acc | 94.46 ± 0.84 |" in page
+    more = ["--only", "dataset=mnist", "method=fedprox", "partition=unimodal_Z2"]
+    main(["reproduce", "waffle_factor_journal/table2", *more, *options])
+    assert len(json.loads(Path("results/waffle_factor_journal_table2.json").read_text())) == 2  # the first stays
+
+
+def test_fewer_rounds_are_said_to_be_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(TINY)))
+    cells.run_cell(tmp_path, {**TINY, "trainer": {"max_epochs": 1}}, seed=0)
+    measured = reproduce.measure(tmp_path, {"metric": "local_test_acc"}, [0, 5], rounds=1)
+    assert measured is not None
+    assert (measured["scale"], measured["seeds"], measured["std"]) == ("1 of 13 rounds", [0], None)
+
+
+def test_list_show_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["reproduce", "--list"])
+    assert "waffle_factor_journal/table2" in capsys.readouterr().out
+    main(["reproduce", "waffle_factor_journal/table2", "--only", "dataset=mnist", "method=fedprox", "--show"])
+    (first, *_) = yaml.safe_load_all(capsys.readouterr().out)
+    assert first["model"]["init_args"]["mu"] == 1.0
+    with pytest.raises(FederationError, match="There is no table 'nope'"):
+        table("nope")
+    with pytest.raises(FederationError, match="No cell of the table has dataset=cats"):
+        select(table("waffle_factor_journal/table2"), {"dataset": "cats"})
+    for argv in (["nope"], ["waffle_factor_journal/table2", "--only", "mnist"]):
+        with pytest.raises(SystemExit) as end:
+            main(["reproduce", *argv])
+        assert end.value.code == 2
+
+
+def test_every_cell_of_the_file_has_the_keys_that_results_need() -> None:
+    for cell in tables_module._read("published.yaml")["results"]:
+        assert {"paper", "table", "dataset", "partition", "method", "metric", "value"} <= cell.keys()

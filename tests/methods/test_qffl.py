@@ -1,0 +1,186 @@
+"""q-FFL against the paper's formulas by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import QFFL, FedAvg
+from fl_lightning.nets import LeNetBN
+from fl_lightning.wire import Message
+from tests.engine.test_equality import differ, trained
+from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
+from tests.test_resume import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
+
+ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked"])
+LOSS = "received.loss"
+
+
+def one_round(method: FedAvg, **kwargs: Any) -> tuple[dict[str, torch.Tensor], list[Message]]:
+    """The model before a round and the messages of it."""
+    before = {name: value.double() for name, value in weights(method).items()}
+    messages: list[Message] = []
+    method.on_before_aggregate = messages.extend  # type: ignore[attr-defined]
+    fit(method, blobs(**kwargs), rounds=1)
+    return before, messages
+
+
+@ENGINES
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_q_zero_equals_uniform_fedavg_bit_for_bit(engine: str, precision: str, fraction: float) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": engine}
+    fair, avg = QFFL(mlp(), q=0.0, **options), FedAvg(mlp(), weighting="uniform", **options)
+    for method in (fair, avg):
+        fit(method, blobs(fraction=fraction), precision=precision)
+    assert largest_difference(weights(fair), weights(avg)) == 0.0
+
+
+def test_q_zero_averages_running_statistics_alike() -> None:
+    torch.manual_seed(0)
+    net = LeNetBN(num_classes=CLASSES)
+    fair = QFFL(copy.deepcopy(net), q=0.0, lr=0.1, batch_size=8, engine="stacked")
+    avg = FedAvg(net, weighting="uniform", lr=0.1, batch_size=8, engine="stacked")
+    for method in (fair, avg):
+        fit(method, blobs((16, 9, 24), (1, 28, 28)), rounds=2)
+    assert largest_difference(weights(fair), weights(avg)) == 0.0
+
+
+@ENGINES
+@pytest.mark.parametrize("q", [0.001, 0.1, 1.0, 5.0])
+def test_one_client(engine: str, q: float) -> None:
+    """Its step is (w - w_1) / (1 + q L ||w - w_1||^2 / F)."""
+    lr = 0.1
+    method = QFFL(mlp(), q=q, lr=lr, epochs=2, engine=engine)
+    before, (message,) = one_round(method, sizes=[30])
+    loss = float(message.tensors[LOSS]) + 1e-10
+    squared = sum(float((before[n] - message.tensors[n]).pow(2).sum()) for n in before)
+    factor = 1 + q / lr * squared / loss
+    expected = {n: before[n] - (before[n] - message.tensors[n]) / factor for n in before}
+    assert largest_difference(weights(method), expected) < 1e-12
+    assert factor > 1 + q / 10
+
+
+@ENGINES
+def test_update_is_the_papers(engine: str) -> None:
+    """Delta_k, h_k and the step as Algorithm 2 writes them."""
+    q, lr = 0.7, 0.1
+    method = QFFL(mlp(), q=q, lr=lr, epochs=2, engine=engine)
+    before, messages = one_round(method)
+    assert len(messages) == 4
+    lipschitz, delta, h = 1 / lr, {n: torch.zeros_like(v) for n, v in before.items()}, 0.0
+    for message in messages:
+        loss = float(message.tensors[LOSS]) + 1e-10
+        change = {n: lipschitz * (before[n] - message.tensors[n]) for n in before}
+        delta = {n: delta[n] + loss**q * change[n] for n in before}
+        h += q * loss ** (q - 1) * float(sum(c.pow(2).sum() for c in change.values())) + lipschitz * loss**q
+    assert largest_difference(weights(method), {n: before[n] - delta[n] / h for n in before}) < 1e-12
+
+
+@ENGINES
+def test_loss_is_that_of_the_received_model_over_all_training_data(engine: str) -> None:
+    method = QFFL(mlp(), lr=0.3, epochs=3, batch_size=8, engine=engine, clients_per_stack=3)
+    net, data = copy.deepcopy(method.net).double(), blobs(sizes=(300, 27, 33, 16))
+    messages: list[Message] = []
+    method.on_before_aggregate = messages.extend  # type: ignore[attr-defined]
+    fit(method, data, rounds=1)
+    for message in messages:
+        index = data.federation.train[message.client]
+        expected = torch.nn.functional.cross_entropy(net(data.federation.inputs[index].double()), data.targets[index])
+        torch.testing.assert_close(message.tensors[LOSS], expected, rtol=1e-12, atol=0)
+
+
+def test_loss_is_taken_in_eval_mode_with_own_labels_and_without_augmentation() -> None:
+    torch.manual_seed(0)
+    net, inner = LeNetBN(num_classes=CLASSES), blobs((16, 24), (1, 28, 28)).federation
+    maps = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
+    lists: dict[str, Any] = {"train": list(inner.train), "test": list(inner.test), "label_maps": maps}
+    from fl_lightning.datamodules import TensorFederation
+
+    data = TensorFederation(
+        inner.inputs, inner.targets, **lists, num_classes=CLASSES, augment=True, transform=lambda x, rng: -x
+    )
+    method = QFFL(copy.deepcopy(net), lr=0.1)
+    messages: list[Message] = []
+    method.on_before_aggregate = messages.extend  # type: ignore[attr-defined]
+    fit(method, data, rounds=1)
+    net = net.double().eval()
+    for message in messages:
+        index = inner.train[message.client]
+        target = maps[message.client][inner.targets[index]]
+        expected = torch.nn.functional.cross_entropy(net(inner.inputs[index].double()), target)
+        torch.testing.assert_close(message.tensors[LOSS], expected, rtol=1e-9, atol=0)
+
+
+def test_order_of_messages_does_not_matter() -> None:
+    method = QFFL(mlp(), q=2.0, lr=0.1)
+    _, messages = one_round(method)
+    mixed = [messages[i] for i in (2, 0, 3, 1)]
+    assert largest_difference(method.aggregate(messages), method.aggregate(mixed)) == 0.0
+
+
+def test_up_message() -> None:
+    method = QFFL(mlp(), lr=0.1)
+    _, messages = one_round(method)
+    for message in messages:
+        assert set(message.tensors) == {"fc1.weight", "fc1.bias", "head.weight", "head.bias", LOSS}
+        assert message.nbytes == 8 * (20 * 16 + 16 + 16 * 4 + 4 + 1)
+    assert not method.snapshots[0].private
+
+
+def test_larger_q_favours_the_client_with_the_larger_loss() -> None:
+    """In the direction of the step: with q the share of the worst client in it grows."""
+    method = QFFL(mlp(), lr=0.1)
+    _, messages = one_round(method)
+    losses = [float(m.tensors[LOSS]) for m in messages]
+    worst, best = losses.index(max(losses)), losses.index(min(losses))
+    start = weights(method)
+
+    def pull(q: float, client: int) -> float:
+        """How much the aggregate moves when one client's model does."""
+        method.q = q
+        moved = copy.deepcopy(messages)
+        moved[client].tensors = {n: v + 1e-6 if n in start else v for n, v in moved[client].tensors.items()}
+        here, there = method.aggregate(messages), method.aggregate(moved)
+        return float(sum((there[n] - here[n]).sum() for n in start))
+
+    shares = [pull(q, worst) / pull(q, best) for q in (0.0, 0.1, 1.0)]
+    assert shares[0] == pytest.approx(1, rel=1e-3)
+    assert shares[0] < shares[1] < shares[2]
+
+
+@pytest.mark.parametrize("net", ["mlp", "lenet_bn", "frozen layer"])
+def test_stacked_equals_sequential(net: str) -> None:
+    one, other = (trained(QFFL, net, engine=engine, q=0.5) for engine in ("sequential", "stacked"))
+    assert differ(one, other) < 1e-9
+
+
+@pytest.mark.parametrize("act", [kill, fail])
+def test_resumed_equals_uninterrupted(act: Any, tmp_path: Path) -> None:
+    whole = make(QFFL, q=0.5)
+    run(whole, tmp_path / "whole")
+    stopped(make(QFFL, q=0.5), tmp_path, Stop("on_client_end", 5, act))
+    assert_same(resumed(QFFL, tmp_path, q=0.5), state_of(whole))
+
+
+def test_settings_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    method = QFFL(mlp(), q=0.3, lr=0.1)
+    fit(method, blobs(), rounds=1).save_checkpoint(tmp_path / "q.ckpt")
+    loaded = QFFL.load_from_checkpoint(tmp_path / "q.ckpt")
+    assert (loaded.q, loaded.weighting, loaded.local.lr) == (0.3, "uniform", 0.1)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(FederationError, match=r"q must be 0 or more, not -1\."):
+        QFFL(mlp(), q=-1)
+    with pytest.raises(FederationError, match="q must be 0 or more, not nan"):
+        QFFL(mlp(), q=float("nan"))
+    with pytest.raises(FederationError, match="lr must be greater than 0"):
+        QFFL(mlp(), lr=0.0)
+    with pytest.raises(FederationError, match="leave weighting out"):
+        QFFL(mlp(), weighting="samples")  # type: ignore[arg-type]
