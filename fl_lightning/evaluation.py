@@ -82,7 +82,7 @@ class Evaluator:
         }
         federation = module.federation
         untouched = split == "test" or federation.val is None
-        if federation.global_test is not None and untouched and module.shared_names:
+        if federation.global_test is not None and untouched and not module.private_names:
             logs[f"{split}/global_acc"] = self._global_accuracy(module, federation)
         return logs
 

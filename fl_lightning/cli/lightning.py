@@ -7,8 +7,9 @@ from typing import Any
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+import fl_lightning.callbacks
 import fl_lightning.methods
-import fl_lightning.optim  # noqa: F401 - classes can be named on the command line once they are imported
+import fl_lightning.optim  # noqa: F401
 from fl_lightning import persistence
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.datamodules import FederatedDataModule

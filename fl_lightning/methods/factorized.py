@@ -268,7 +268,6 @@ class FactorizedModule(FederatedModule, ABC):
             rng = seeding.stream(self.seed, f"factors.{layer}", round=self.factors[layer])
             self.layers[layer].grow(amount, _generator(rng))
         self._note_factors()
-        self.__dict__["_functional"] = None  # it is a copy of the smaller net
 
     def _note_factors(self) -> None:
         """Keep count, also for ``load_from_checkpoint``."""

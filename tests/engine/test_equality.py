@@ -9,9 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import seeding
+from fl_lightning import methods, seeding
 from fl_lightning.engine import Batch
-from fl_lightning.methods import FedAvg, FedProx, Local
+from fl_lightning.methods import (
+    QFFL,
+    FedAvg,
+    FedPer,
+    FedProx,
+    LGFedAvg,
+    Local,
+    PFedMe,
+    WAFFLe,
+    WAFFLeL1,
+)
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import LeNet5, LeNetBN
 from fl_lightning.wire import Message, State
@@ -96,10 +106,32 @@ def test_stacked_equals_sequential(net: str, options: dict[str, float]) -> None:
     assert differ(one, other) < 1e-9
 
 
-@pytest.mark.parametrize("kind", [FedAvg, FedProx, Local])
-@pytest.mark.parametrize("net", ["mlp", "lenet_bn", "dropout", "reassigned buffer"])
-def test_captured_equals_stacked(kind: type[FederatedModule], net: str) -> None:
-    one, other = (trained(kind, net, engine=engine, momentum=0.9) for engine in ("stacked", "captured"))
+METHODS: dict[type[FederatedModule], dict[str, Any]] = {
+    FedAvg: {"momentum": 0.9},
+    FedProx: {"mu": 1.0},
+    Local: {},
+    QFFL: {"q": 0.5},
+    FedPer: {},
+    LGFedAvg: {},
+    PFedMe: {"lam": 1.0, "inner_steps": 2},
+    WAFFLe: {"factors": {"fc1": 6}},
+    WAFFLeL1: {"factors": {"fc1": 6}},
+}
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_captured_equals_stacked_for_every_method(kind: type[FederatedModule]) -> None:
+    one, other = (trained(kind, "mlp", engine=engine, **METHODS[kind]) for engine in ("stacked", "captured"))
+    assert differ(one, other) < 1e-12
+
+
+def test_no_method_is_forgotten() -> None:
+    assert set(METHODS) == {kind for kind in vars(methods).values() if isinstance(kind, type)}
+
+
+@pytest.mark.parametrize("net", ["lenet_bn", "dropout", "reassigned buffer"])
+def test_captured_equals_stacked_for_every_net(net: str) -> None:
+    one, other = (trained(Local, net, engine=engine, momentum=0.9) for engine in ("stacked", "captured"))
     assert differ(one, other) < 1e-12
 
 

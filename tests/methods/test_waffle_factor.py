@@ -265,7 +265,7 @@ def test_transmitted_scalars_of_the_fashion_network() -> None:
         (WAFFLe, {"schedule": "joint", "dictionary": "cached"}, OWN),
         (WAFFLeL1, {}, {"fc1.scores"}),
     ],
-    ids=str,
+    ids=["alternate", "joint-cached", "l1"],
 )
 def test_selections_never_cross(kind: type[FactorizedModule], options: dict[str, Any], private: set[str]) -> None:
     shared = {"fc1.wa", "fc1.wb", "fc1.r", "fc1.bias", "head.weight", "head.bias"}
