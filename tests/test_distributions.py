@@ -67,6 +67,12 @@ def test_kl_of_bernoullis(pi: float, p: float) -> None:
     assert got == pytest.approx(stats.entropy([pi, 1 - pi], [p, 1 - p]), abs=1e-12)
 
 
+def test_kl_of_bernoullis_is_exact_in_single_precision_next_to_one() -> None:
+    logits, log_p = torch.tensor(-2.0), torch.tensor(-1e-6)
+    exact = float(dist.kl_bernoulli(logits.double(), log_p.double()))
+    assert float(dist.kl_bernoulli(logits, log_p)) == pytest.approx(exact, rel=1e-6)
+
+
 @pytest.mark.parametrize(("temperature", "mean"), [(2 / 3, 0.14529), (0.1, 0.10118)])
 def test_relaxed_bernoulli(temperature: float, mean: float) -> None:
     """Its mean is not pi, but it exceeds a half with probability pi."""

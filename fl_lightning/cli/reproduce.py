@@ -126,7 +126,6 @@ def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Mea
         "rounds": run,
         "scale": "full" if run == whole else f"{run} of {whole} rounds",
         "config_hash": config_hash(config),
-        "seconds": round(statistics.fmean(result["seconds"] for result in found.values()), 1),
     }
     if cell["metric"] == "local_test_acc":
         last = [result["metrics"]["local_test_acc_last5"] for result in found.values()]

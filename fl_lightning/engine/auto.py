@@ -76,13 +76,16 @@ class AutoEngine(Engine):
         reference = sequential.run()
         for name in ("stacked", "captured"):
             candidate = probe(name)
+            if isinstance(candidate.engine, CapturedEngine):
+                candidate.engine.seldom = 0  # a probe is short
             refused = candidate.refusal(reference)
             if refused:
                 break  # what cannot be stacked cannot be captured either
             agreed.append(candidate)
         if len(agreed) == 1:
             return sequential.engine, refused
-        return _fastest(agreed)
+        name, reason = _fastest(agreed)
+        return ENGINES[name](self.width), reason
 
 
 class Probe:
@@ -110,8 +113,8 @@ class Probe:
         return f"{self.engine.name} training differs from sequential training by {difference:.1e}"
 
 
-def _fastest(probes: Sequence[Probe]) -> tuple[Engine, str]:
-    """The engine that wins by a margin, the simpler one if none does."""
+def _fastest(probes: Sequence[Probe]) -> tuple[str, str]:
+    """The engine that wins by a margin, the simpler one if none does, and why."""
     seconds = race(probes)
     best = 0
     for i in range(1, len(probes)):
@@ -121,8 +124,8 @@ def _fastest(probes: Sequence[Probe]) -> tuple[Engine, str]:
         speeds = ", ".join(
             f"{p.engine.name} {seconds[0] / s:.2f}" for p, s in zip(probes[1:], seconds[1:], strict=True)
         )
-        return probes[0].engine, f"the others run at these parts of its speed: {speeds}"
-    return probes[best].engine, f"{seconds[0] / seconds[best]:.2f} times the speed of sequential training"
+        return probes[0].engine.name, f"the others run at these parts of its speed: {speeds}"
+    return probes[best].engine.name, f"{seconds[0] / seconds[best]:.2f} times the speed of sequential training"
 
 
 def race(probes: Sequence[Probe], budget: float = 0.5, repeats: int = 5) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,27 +28,36 @@ class CapturedEngine(StackedEngine):
 
     A step is different if its phase, its move, the names of its tensors or their shapes are. Whatever changes between
     steps must therefore reach a move as a tensor (``Batch.scalars``, ``Batch.noise``, the state): Python numbers are
-    frozen in the trace until the next run.
+    frozen in the trace until the next run. A trace costs as much as it saves in dozens of steps, so shapes that are
+    seldom seen, as those of last partial batches, are first run as ``stacked`` runs them.
     """
 
     name = "captured"
+    #: How often a different step is run before it is traced.
+    seldom = 40
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width)
         self._traces: dict[Any, _Captured] = {}
+        self._seen: Counter[Any] = Counter()
 
     def reset(self) -> None:
         """Forget the traces."""
         self._traces.clear()
+        self._seen.clear()
 
     def mapped(self, move: Move, position: int, phase: Phase) -> MappedMove:
         """The move mapped over the stack, by replay."""
+        plain = map_move(move, phase)
 
         def replay(state: State, batch: Batch) -> Update:
             leaves, layout = tree_flatten((state, batch))
             key = (position, phase, layout, tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves))
             if key not in self._traces:
-                self._traces[key] = _capture(map_move(move, phase), leaves, layout)
+                self._seen[key] += 1
+                if self._seen[key] <= self.seldom:
+                    return plain(state, batch)
+                self._traces[key] = _capture(plain, leaves, layout)
             run, spec = self._traces[key]
             with torch.no_grad():
                 return tree_unflatten(run(*leaves), spec)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import methods, seeding
-from fl_lightning.engine import Batch
+from fl_lightning.engine import Batch, CapturedEngine
 from fl_lightning.methods import (
     QFFL,
     FedAvg,
@@ -28,6 +28,12 @@ from fl_lightning.wire import Message, State
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, sgd, weights
 
 IMAGE = (1, 28, 28)
+
+
+@pytest.fixture(autouse=True)
+def _trace_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are short: a captured step is traced the first time it is seen."""
+    monkeypatch.setattr(CapturedEngine, "seldom", 0)
 
 
 class Dropped(nn.Module):
@@ -164,6 +170,16 @@ def test_what_changes_between_steps_is_not_frozen(engine: str) -> None:
             moved.append(own.state_dict())
         net.load_state_dict({name: (moved[0][name] + moved[1][name]) / 2 for name in moved[0]})
     assert largest_difference(weights(method), net.state_dict()) < 1e-9
+
+
+def test_seldom_seen_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traces(seldom: int) -> int:
+        monkeypatch.setattr(CapturedEngine, "seldom", seldom)
+        method = FedAvg(mlp(), lr=0.1, epochs=5, batch_size=8, engine="captured")
+        fit(method, blobs((16, 16)), rounds=1)  # two full batches an epoch for both: ten equal steps but the first
+        return len(method.engine._traces)  # type: ignore[attr-defined]
+
+    assert (traces(0), traces(3), traces(10)) == (2, 1, 0)
 
 
 def test_captured_steps_are_traced_anew_for_the_next_run() -> None:

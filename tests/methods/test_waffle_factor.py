@@ -17,6 +17,8 @@ from fl_lightning import seeding
 from fl_lightning.client import ClientSnapshot
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.distributions import prior_mean
+from fl_lightning.engine import Batch
+from fl_lightning.engine.gradient import eager_gradient
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, WAFFLe, WAFFLeL1
 from fl_lightning.methods.factorized import FactorizedModule
@@ -65,11 +67,11 @@ def state_of(method: FederatedModule) -> dict[str, Tensor]:
 class Reference:
     """One client's round in plain autograd: the weight and all probabilities are built as the paper writes them."""
 
-    def __init__(self, method: WAFFLe, data: TensorFederation, client: int, round: int = 0) -> None:
+    def __init__(self, method: WAFFLe, data: TensorFederation, client: int, seed: int = 0) -> None:
         self.method, self.federation, self.client = method, data.federation, client
         self.index = data.federation.train[client]
-        self.order = seeding.stream(method.seed, "batches", round, client)
-        self.noise = seeding.stream(method.seed, "noise", round, client)
+        self.order = seeding.stream(seed, "batches", 0, client)
+        self.noise = seeding.stream(seed, "noise", 0, client)
         factors = len(method.net.fc1.r)  # type: ignore[union-attr, arg-type]
         self.alpha = 0.8 * factors
         mean = (self.alpha / (self.alpha + 1)) ** np.arange(1, factors + 1)
@@ -162,6 +164,17 @@ def test_selection_alone_moves_in_the_selection_phase() -> None:
     assert set(joint.trainable) == set(first.trainable) | set(second.trainable)
 
 
+def test_local_sgd_is_given_the_gradients_of_the_weights_alone() -> None:
+    """So that clipping, weight decay and momentum do not see those of the selection."""
+    method = waffle(schedule="joint")
+    (phase,) = method.phases()
+    noise = {name: value[0] for name, value in method.draw_noise(np.random.default_rng(0), 1).items()}
+    batch = Batch(torch.randn(8, FEATURES), torch.arange(8) % CLASSES, noise, {"samples": torch.tensor(30.0)})
+    update = method.descend(method.begin(0, method.message_down(0)), batch, phase, eager_gradient)
+    assert set(update.grads) == set(method.trainable_names)
+    assert set(update.replace) == OWN
+
+
 def test_momentum_decay_and_clipping_are_for_the_weights() -> None:
     """In the selection phase nothing but the selection moves, so they make no difference to it."""
     plain, dressed = (
@@ -207,7 +220,7 @@ def test_all_factors_without_kl_equal_fedavg_on_factors(engine: str, precision: 
     ids=str,
 )
 @pytest.mark.parametrize("net", ["mlp", "lenet", "lenet_bn"])
-def test_stacked_equals_sequential(kind: type[FactorizedModule], options: dict[str, Any], net: str) -> None:
+def test_all_engines_agree(kind: type[FactorizedModule], options: dict[str, Any], net: str) -> None:
     nets: dict[str, tuple[Any, Any]] = {
         "mlp": (mlp, {"fc1": FACTORS}),
         "lenet": (lambda: LeNet5(num_classes=CLASSES), {"conv1": 5, "conv2": 7, "fc1": 9}),
@@ -215,14 +228,15 @@ def test_stacked_equals_sequential(kind: type[FactorizedModule], options: dict[s
     }
     make, factors = nets[net]
     methods = []
-    for engine in ("sequential", "stacked"):
+    for engine in ("sequential", "stacked", "captured"):
         method = waffle(kind, seeded(make), factors=factors, engine=engine, **options)
         fit(method, blobs((19, 9, 16, 8), (FEATURES,) if net == "mlp" else (1, 28, 28), fraction=0.5), rounds=2)
         methods.append(method)
-    one, other = methods
-    assert largest_difference(state_of(one), state_of(other)) < 1e-9
+    one, *others = methods
     never = next(client for client in range(4) if client not in one.snapshots)
-    assert largest_difference(one.personal_state(never), other.personal_state(never)) < 1e-9
+    for other in others:
+        assert largest_difference(state_of(one), state_of(other)) < 1e-9
+        assert largest_difference(one.personal_state(never), other.personal_state(never)) < 1e-9
 
 
 @SCHEDULES
@@ -349,6 +363,18 @@ def test_never_sampled_clients_adapt_to_their_training_data() -> None:
     torch.testing.assert_close(state, method.personalise(method.adapt(data.federation, 3)))
     assert largest_difference(before, weights(method)) == 0.0
     assert list(method.snapshots) == counters == [0, 1]
+
+
+@ENGINES
+def test_adaptation_equals_the_formulas_with_the_dictionary_frozen(engine: str) -> None:
+    method, data = waffle(engine=engine), blobs()
+    method.cohort = lambda round: [0, 1]
+    fit(method, data, rounds=1)
+    reference = Reference(method, data, 3, seed=int(seeding.stream(0, "adapt").integers(2**31)))
+    for _ in range(2):
+        reference.epoch(own=True, weights=False)
+    expected = {"fc1.logits": reference.own["a"], "fc1.c": reference.own["c"], "fc1.d": reference.own["d"]}
+    assert largest_difference(method.adapt(data.federation, 3, epochs=2), expected) < 1e-9
 
 
 def test_adaptation_does_not_look_at_the_test_set() -> None:
