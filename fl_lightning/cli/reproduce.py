@@ -137,9 +137,9 @@ def render(name: str, rows: list[Cell]) -> Table:
     """Paper beside measured."""
     shown = Table(title=name)
     for heading in ("cell", "metric"):
-        shown.add_column(heading)
+        shown.add_column(heading, overflow="fold")
     for heading in ("paper", "measured", "difference", "scale"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", overflow="fold")
     for row in rows:
         shown.add_row(label(row), row["metric"], *cells_of(row))
     return shown

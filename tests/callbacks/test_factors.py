@@ -22,7 +22,9 @@ SCALARS = ("active", "distance", "used")
 
 
 def waffle(kind: Any = WAFFLe, **kwargs: Any) -> Any:
-    return kind(mlp(), **{"factors": {"fc1": 12}, "lr": 0.1, "epochs": 3, "batch_size": 8, **kwargs})
+    return kind(
+        mlp(), **{"factors": {"fc1": 12}, "lr": 0.1, "epochs": 3, "batch_size": 8, "engine": "stacked", **kwargs}
+    )
 
 
 @pytest.mark.parametrize("clients", [1, 2, 7])
