@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from fl_lightning.engine import CapturedEngine
 from fl_lightning.methods import FedAvg, FedProx, Local
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import LeNetBN
@@ -164,6 +165,16 @@ def test_server_optimizer_state_is_resumed(tmp_path: Path) -> None:
     run(whole, tmp_path / "whole")
     stopped(make(FedAvg, **options), tmp_path / "part", Stop("on_round_end", 3, kill))
     assert_same(resumed(FedAvg, tmp_path / "part", **options), state_of(whole))
+
+
+def test_captured_runs_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a resume, steps that had been traced are at first run untraced again."""
+    monkeypatch.setattr(CapturedEngine, "seldom", 3)
+    whole = make(Local, engine="captured")
+    run(whole, tmp_path / "whole")
+    assert whole.engine._traces  # type: ignore[attr-defined]
+    stopped(make(Local, engine="captured"), tmp_path / "part", Stop("on_round_start", 4, kill))
+    assert_same(resumed(Local, tmp_path / "part", engine="captured"), state_of(whole))
 
 
 def test_what_auto_chose_is_kept(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ class CapturedEngine(StackedEngine):
     A step is different if its phase, its move, the names of its tensors or their shapes are. Whatever changes between
     steps must therefore reach a move as a tensor (``Batch.scalars``, ``Batch.noise``, the state): Python numbers are
     frozen in the trace until the next run. A trace costs as much as it saves in dozens of steps, so shapes that are
-    seldom seen, as those of last partial batches, are first run as ``stacked`` runs them.
+    seldom seen, as those of last partial batches, are first run as ``stacked`` runs them. The operations are the same,
+    and so are the results, bit for bit.
     """
 
     name = "captured"
