@@ -109,6 +109,7 @@ def main(folder: Path = FOLDER, rounds: int = ROUNDS) -> list[Run]:
     """Fit, print the table, save the picture, say how to open TensorBoard."""
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    torch.set_num_threads(1)  # nets as small as these gain nothing from more
     console = Console()
     modules = {"FedAvg": method(FedAvg), "FedProx": method(FedProx, mu=0.1), "Local": method(Local)}
     runs = []
