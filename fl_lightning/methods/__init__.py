@@ -7,7 +7,8 @@ from fl_lightning.methods.lg_fedavg import LGFedAvg
 from fl_lightning.methods.local import Local
 from fl_lightning.methods.pfedme import PFedMe
 from fl_lightning.methods.qffl import QFFL
+from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.methods.waffle_factor import WAFFLe
 from fl_lightning.methods.waffle_l1 import WAFFLeL1
 
-__all__ = ["QFFL", "FedAvg", "FedPer", "FedProx", "LGFedAvg", "Local", "PFedMe", "WAFFLe", "WAFFLeL1"]
+__all__ = ["QFFL", "SCAFFOLD", "FedAvg", "FedPer", "FedProx", "LGFedAvg", "Local", "PFedMe", "WAFFLe", "WAFFLeL1"]

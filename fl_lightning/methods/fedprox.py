@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from fl_lightning.engine import Batch
+from fl_lightning.engine import Batch, Gradient, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
@@ -35,8 +33,8 @@ class FedProx(FederatedModule):
         state = super().begin(client, message)
         return state | {f"received.{name}": state[name] for name in self.trainable_names}
 
-    def client_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
-        """The loss and the proximal term."""
-        loss, buffers = super().client_loss(state, batch)
-        distance = sum((state[name] - state[f"received.{name}"]).pow(2).sum() for name in self.trainable_names)
-        return loss + self.mu / 2 * distance, buffers
+    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
+        """One step with the gradient of the proximal term, mu (w' - w), added; written down, it needs no autograd."""
+        update = super().descend(state, batch, phase, gradient)
+        pull = {name: self.mu * (state[name] - state[f"received.{name}"]) for name in update.grads}
+        return update._replace(grads={name: g + pull[name] for name, g in update.grads.items()})

@@ -13,6 +13,7 @@ from fl_lightning import methods, seeding
 from fl_lightning.engine import Batch, CapturedEngine
 from fl_lightning.methods import (
     QFFL,
+    SCAFFOLD,
     FedAvg,
     FedPer,
     FedProx,
@@ -117,6 +118,7 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
     FedProx: {"mu": 1.0},
     Local: {},
     QFFL: {"q": 0.5},
+    SCAFFOLD: {"momentum": 0.9},
     FedPer: {},
     LGFedAvg: {},
     PFedMe: {"lam": 1.0, "inner_steps": 2},

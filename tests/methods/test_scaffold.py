@@ -1,0 +1,194 @@
+"""SCAFFOLD: its control variates, its limits, and the drift that it removes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.callbacks import FederatedCallback
+from fl_lightning.datamodules import TensorFederation
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import SCAFFOLD, FedAvg
+from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER
+from fl_lightning.nets import LeNetBN
+from tests.engine.test_equality import differ
+from tests.support import blobs, fit, largest_difference, mlp, weights
+from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+
+ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
+
+
+class Watch(FederatedCallback):
+    """Checks that c is the mean of all clients' c_i after every round."""
+
+    worst = 0.0
+    rounds = 0
+
+    def on_round_end(self, trainer: Any, pl_module: Any, messages: Any) -> None:
+        clients = pl_module.federation.num_clients
+        for name, control in pl_module.server_control().items():
+            zero = torch.zeros_like(control)
+            own = [pl_module.snapshots[c].private.get(OWN + name, zero) for c in range(clients)]
+            self.worst = max(self.worst, float((torch.stack(own).mean(0) - control).abs().max()))
+        self.rounds += 1
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["plain", "momentum"])
+def test_c_is_the_mean_of_all_c_i_with_partial_participation(options: dict[str, float]) -> None:
+    watch = Watch()
+    method = SCAFFOLD(mlp(), lr=0.1, batch_size=8, **options)
+    fit(method, blobs((19, 9, 16, 8, 12, 30), fraction=0.5), rounds=6, callbacks=[watch])
+    assert watch.rounds == 6
+    assert watch.worst < 1e-12
+    assert max(float(c.abs().max()) for c in method.server_control().values()) > 1e-3
+
+
+@ENGINES
+def test_round_one_equals_uniform_fedavg(engine: str) -> None:
+    one = SCAFFOLD(mlp(), lr=0.1, epochs=2, batch_size=8, engine=engine)
+    other = FedAvg(mlp(), lr=0.1, epochs=2, batch_size=8, weighting="uniform", engine=engine)
+    for method in (one, other):
+        fit(method, blobs(), rounds=1)
+    assert largest_difference(weights(one), weights(other)) < 1e-14
+
+
+def test_one_client_equals_fedavg() -> None:
+    """With one client c = c_i: the correction vanishes in every round."""
+    one, other = SCAFFOLD(mlp(), lr=0.1, batch_size=8), FedAvg(mlp(), lr=0.1, batch_size=8)
+    for method in (one, other):
+        fit(method, blobs([21]), rounds=4)
+    assert largest_difference(weights(one), weights(other)) < 1e-12
+
+
+def test_plain_sgd_gives_option_two() -> None:
+    """The mean of the raw gradients is c_i - c + (x - y) / (K lr)."""
+    method, seen = SCAFFOLD(mlp(), lr=0.1, batch_size=8), {}
+    finish = method.finish
+
+    def watched(client: int, state: Any, message: Any) -> Any:
+        sent, kept = finish(client, state, message)
+        steps = -(-len(method.federation.train[client]) // 8)
+        for name in method.trainable_names:
+            two = state[OWN + name] - message[SERVER + name] + (message[name] - sent[name]) / (steps * 0.1)
+            seen[client, name, len(seen)] = float((two - kept[OWN + name]).abs().max())
+            assert torch.equal(sent[CHANGE + name], kept[OWN + name] - state[OWN + name])
+        return sent, kept
+
+    method.finish = watched  # type: ignore[method-assign]
+    fit(method, blobs(), rounds=3)
+    assert len(seen) == 3 * 4 * 4
+    assert max(seen.values()) < 1e-12
+
+
+def test_momentum_acts_on_the_corrected_gradient_and_the_control_is_the_raw_mean() -> None:
+    """One client with a foreign c: by hand, y' = y - lr v with v <- 0.9 v + (g + wd y - c_i + c)."""
+    data, method = blobs([16]), SCAFFOLD(mlp(), lr=0.1, batch_size=8, momentum=0.9, weight_decay=0.01)
+    net = copy.deepcopy(method.net).double()
+    generator = torch.Generator().manual_seed(1)
+    for control in method.server_control().values():
+        control.copy_(torch.randn(control.shape, generator=generator) * 0.1)
+    foreign = {name: value.clone().double() for name, value in method.server_control().items()}
+    fit(method, data, rounds=1)
+    from fl_lightning import seeding
+
+    index = data.federation.train[0]
+    order = index[seeding.permutation(seeding.stream(0, "batches", 0, 0), len(index))]
+    velocity = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    total = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    for part in order.split(8):
+        net.zero_grad()
+        output = net(data.federation.inputs[part].double())
+        nn.functional.cross_entropy(output, data.federation.targets[part]).backward()
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                raw = p.grad + 0.01 * p
+                total[name] += raw
+                velocity[name] = 0.9 * velocity[name] + raw + foreign[name]
+                p -= 0.1 * velocity[name]
+    assert largest_difference(weights(method), net.state_dict()) < 1e-12
+    own = {name: method.snapshots[0].private[OWN + name] for name in total}
+    assert largest_difference(own, {name: value / 2 for name, value in total.items()}) < 1e-12
+
+
+class Point(nn.Module):
+    """A net that ignores its input but for the client's optimum and curvature, which the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 4:].sqrt() * (self.w - x[:, :4])
+
+
+def quadratics(kind: type[FedAvg], rounds: int = 300) -> tuple[Tensor, Tensor]:
+    """Clients minimise 1/2 a_i (w - t_i)^2: where they end, and the joint optimum."""
+
+    class Quadratic(kind):  # type: ignore[misc, valid-type]
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return 0.5 * output.pow(2).sum(1).mean()
+
+    generator = torch.Generator().manual_seed(0)
+    t, a = torch.randn(6, 4, generator=generator), 0.2 + 1.8 * torch.rand(6, 4, generator=generator)
+    x = torch.cat((t, a), 1).repeat_interleave(5, 0)
+    train, test = [list(range(5 * i, 5 * i + 4)) for i in range(6)], [[5 * i + 4] for i in range(6)]
+    data = TensorFederation(x, torch.arange(30) % 4, train=train, test=test, num_classes=4)
+    method = Quadratic(Point(), lr=0.2, epochs=10, batch_size=4, weighting="uniform")
+    fit(method, data, rounds=rounds, limit_val_batches=0)
+    best = (a * t).double().sum(0) / a.double().sum(0)
+    return method.net.w.detach(), best
+
+
+def test_reaches_the_joint_optimum_where_fedavg_does_not() -> None:
+    end, best = quadratics(SCAFFOLD)
+    assert float((end - best).abs().max()) < 1e-6
+    end, best = quadratics(FedAvg)
+    assert float((end - best).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("net", ["mlp", "bn"])
+def test_engines_agree(net: str) -> None:
+    def trained(engine: str) -> SCAFFOLD:
+        torch.manual_seed(0)
+        shape = (20,) if net == "mlp" else (1, 28, 28)
+        made = mlp() if net == "mlp" else LeNetBN(num_classes=4)
+        method = SCAFFOLD(made, lr=0.1, epochs=2, batch_size=8, momentum=0.9, weight_decay=0.01, engine=engine)
+        fit(method, blobs((19, 9, 16, 8), shape), rounds=3)
+        return method
+
+    one, two, three = (trained(engine) for engine in ("sequential", "stacked", "captured"))
+    assert differ(one, two) < 1e-9
+    assert differ(two, three) == 0.0
+    assert largest_difference(one.server_control(), two.server_control()) < 1e-9
+
+
+def test_what_crosses_is_twice_the_model_and_never_c_i() -> None:
+    method, up, down = SCAFFOLD(mlp()), set(), set()
+    method.on_client_start = lambda client, message: down.update(message)  # type: ignore[attr-defined]
+    method.on_before_aggregate = lambda messages: up.update(*(m.tensors for m in messages))  # type: ignore[attr-defined]
+    fit(method, blobs(fraction=0.25), rounds=1, precision="32-true")
+    names = set(method.trainable_names)
+    assert up == names | {CHANGE + name for name in names}
+    assert down == names | {SERVER + name for name in names}
+    scalars = sum(p.numel() for p in method.net.parameters())
+    assert method.bytes_up == method.bytes_down == 2 * 4 * scalars
+
+
+def test_resumes_exactly_with_its_control_variates(tmp_path: Path) -> None:
+    whole = make(SCAFFOLD)
+    run(whole, tmp_path / "whole")
+    stopped(make(SCAFFOLD), tmp_path / "part", Stop("on_client_end", 5, kill))
+    again = make(SCAFFOLD)
+    run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
+    assert_same(state_of(again), state_of(whole))
+    assert_same(again.server_control(), whole.server_control())  # type: ignore[attr-defined]
+
+
+def test_sample_weights_are_refused() -> None:
+    with pytest.raises(FederationError, match="weighs all clients the same"):
+        SCAFFOLD(mlp(), weighting="samples")  # type: ignore[arg-type]
