@@ -1,5 +1,6 @@
 """One file per federated method."""
 
+from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedper import FedPer
 from fl_lightning.methods.fedprox import FedProx
@@ -11,4 +12,16 @@ from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.methods.waffle_factor import WAFFLe
 from fl_lightning.methods.waffle_l1 import WAFFLeL1
 
-__all__ = ["QFFL", "SCAFFOLD", "FedAvg", "FedPer", "FedProx", "LGFedAvg", "Local", "PFedMe", "WAFFLe", "WAFFLeL1"]
+__all__ = [
+    "APFL",
+    "QFFL",
+    "SCAFFOLD",
+    "FedAvg",
+    "FedPer",
+    "FedProx",
+    "LGFedAvg",
+    "Local",
+    "PFedMe",
+    "WAFFLe",
+    "WAFFLeL1",
+]

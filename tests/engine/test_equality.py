@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fl_lightning import methods, seeding
 from fl_lightning.engine import Batch, CapturedEngine
 from fl_lightning.methods import (
+    APFL,
     QFFL,
     SCAFFOLD,
     FedAvg,
@@ -118,6 +119,7 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
     FedProx: {"mu": 1.0},
     Local: {},
     QFFL: {"q": 0.5},
+    APFL: {},
     SCAFFOLD: {"momentum": 0.9},
     FedPer: {},
     LGFedAvg: {},

@@ -1,0 +1,93 @@
+"""APFL (Deng et al., 2020): each client mixes a model of its own with the shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.engine import Batch, Gradient, Phase, Update
+from fl_lightning.errors import FederationError
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.wire import State
+
+#: Prefixes of the client's own model v_i and of the mixture m, and the name of the mixing weight.
+OWN, MIXED, ALPHA = "own.", "mixed.", "own_share"
+
+
+class APFL(FederatedModule):
+    """Clients train the shared model w as FedAvg does, and beside it v_i, which is used mixed, m = a v_i + (1 - a) w.
+
+    On every minibatch, all right-hand sides before the step,
+
+        w   <- w   - lr grad f(w)
+        v_i <- v_i - lr a grad f(m)
+
+    (the chain rule gives the factor a), and once a round, on its first minibatch, the mixing weight follows its own
+    gradient, a <- clip(a - lr <v_i - w, grad f(m)>, 0, 1). Weights are mixed, not outputs. The shared model does not
+    notice: it is FedAvg's for every a. A client is evaluated with its v_i mixed with the server's present model;
+    one that never trained has the initial model for its v_i. Running statistics are those of w.
+
+    Args:
+        net: the network.
+        alpha: the mixing weight that clients start with; 0 is FedAvg, 1 trains v_i alone.
+        adaptive: whether clients adapt it.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    def __init__(self, net: FedNet, alpha: float = 0.5, adaptive: bool = True, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+        if not 0 <= alpha <= 1:
+            raise FederationError(f"alpha must lie between 0 and 1, not at {alpha}.")
+        self.alpha, self.adaptive = alpha, adaptive
+        self.initial = nn.Module()  # kept: the server's model moves on, clients still begin with this one
+        for name, parameter in self.net.named_parameters():
+            if parameter.requires_grad:
+                self.initial.register_buffer(name.replace(".", "/"), parameter.detach().clone())
+
+    def begin(self, client: int, message: State) -> State:
+        """As FedAvg, with the client's own model and mixing weight."""
+        return {**self._first(), **super().begin(client, message)}
+
+    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
+        """One step of w, one of v_i, and on the first minibatch one of the mixing weight."""
+        alpha, names = state[ALPHA], phase.trainable
+        update = super().descend(state, batch, phase, gradient)
+        mixed = {MIXED + n: alpha * state[OWN + n] + (1 - alpha) * state[n] for n in names}
+        objective = partial(self._at_mixed, names=names, batch=batch)
+        at_mixed, _, _ = gradient(objective, {**state, **mixed}, list(mixed))
+        own = {OWN + n: alpha * at_mixed[MIXED + n] for n in names}
+        replace = dict(update.replace)
+        if self.adaptive:
+            slope = sum(((state[OWN + n] - state[n]) * at_mixed[MIXED + n]).sum() for n in names)
+            moved = (alpha - self.local.lr * slope).clamp(0, 1)
+            replace[ALPHA] = torch.where(batch.scalars["step"] == 0, moved, alpha)
+        return update._replace(grads={**update.grads, **own}, replace=replace)
+
+    def _at_mixed(self, state: State, names: Sequence[str], batch: Batch) -> tuple[Tensor, State]:
+        """The loss of the mixture."""
+        return self.client_loss({**state, **{name: state[MIXED + name] for name in names}}, batch)
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        """The shared model goes up; v_i and the mixing weight stay."""
+        sent, kept = super().finish(client, state, message)
+        return sent, kept | {name: state[name] for name in self._first()}
+
+    def personal_state(self, client: int) -> State:
+        """The client's own model mixed with the server's present one."""
+        server, own = self.server_state(), {**self._first(), **self.snapshots[client].private}
+        alpha = own[ALPHA]
+        return {**server, **{n: alpha * own[OWN + n] + (1 - alpha) * server[n] for n in self.trainable_names}}
+
+    def model_key(self, client: int) -> int:
+        """Clients that never trained share a model."""
+        return client if client in self.snapshots else -1
+
+    def _first(self) -> State:
+        """What a client that never trained has of its own."""
+        own = {OWN + name.replace("/", "."): value for name, value in self.initial.named_buffers()}
+        return own | {ALPHA: torch.tensor(self.alpha, dtype=self.compute_dtype, device=self.device)}
