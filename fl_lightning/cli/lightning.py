@@ -44,6 +44,13 @@ class FederatedCLI(LightningCLI):
         with persistence.readable(self.config[name].get("ckpt_path") if name else None):
             super()._parse_ckpt_path()
 
+    def _dump_config(self) -> None:
+        """LightningCLI wants a place for the linked number of classes, also in nets that have no other argument."""
+        super()._dump_config()
+        net = ((self.config_dump.get("model") or {}).get("init_args") or {}).get("net")
+        if isinstance(net, dict):
+            net.setdefault("init_args", {})
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The net's number of classes is that of the data."""
         parser.link_arguments("data.num_classes", "model.init_args.net.init_args.num_classes", apply_on="instantiate")

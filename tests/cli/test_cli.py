@@ -15,6 +15,7 @@ from fl_lightning.cli import main
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.methods import FedAvg
+from fl_lightning.nets import NETS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
@@ -99,6 +100,19 @@ def test_options_reach_the_method() -> None:
     other = Made(args=["fit", "--data", "Digits", *options, "--seed_everything=6"]).model.net.head.weight  # type: ignore[union-attr]
     assert torch.equal(weights, again)
     assert not torch.equal(weights, other)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> None:
+    class Made(FederatedCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Only make the objects."""
+
+    name = NETS[net].__name__
+    cli = Made(args=["fit", "--data", "Digits", "--model", "FedAvg", "--model.net", name])
+    assert type(cli.model.net) is NETS[net]  # type: ignore[union-attr]
+    assert cli.model.net.head.out_features == 10  # type: ignore[union-attr]
+    assert cli.model.hparams["net"]["init_args"]["num_classes"] == 10  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
