@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from fl_lightning import methods
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.lightning import FederatedCLI
@@ -100,6 +101,26 @@ def test_options_reach_the_method() -> None:
     other = Made(args=["fit", "--data", "Digits", *options, "--seed_everything=6"]).model.net.head.weight  # type: ignore[union-attr]
     assert torch.equal(weights, again)
     assert not torch.equal(weights, other)
+
+
+#: Options without which a method cannot be made, or not with the quickstart's learning rate.
+NEEDED = {
+    "PFedMe": ["--model.lr=0.05"],
+    "WAFFLe": ['--model.factors={"fc1": 8}'],
+    "WAFFLeL1": ['--model.factors={"fc1": 8}'],
+}
+
+
+@pytest.mark.parametrize("name", methods.__all__)
+def test_every_method_is_fitted_tested_and_loaded(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
+    options = ["--config", QUICKSTART, *QUIET, "--model", name, *NEEDED.get(name, [])]
+    main(["fit", *options, "--trainer.max_epochs=2", f"--trainer.callbacks={saver}"])
+    main(["test", *options, "--ckpt_path", "saved/run.ckpt"])
+    assert "test/acc" in capsys.readouterr().out
+    loaded = getattr(methods, name).load_from_checkpoint("saved/run.ckpt")
+    assert len(loaded.snapshots) == (10 if name == "Local" else 8)
+    assert loaded.local.epochs == 5
 
 
 @pytest.mark.parametrize("net", NETS)
