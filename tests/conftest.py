@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,3 +21,12 @@ def _no_seed() -> Iterator[None]:
     """A seed that a test sets for everything must not leak into the next."""
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder that holds the real data sets; without one the test is skipped."""
+    for folder in (os.environ.get("FL_LIGHTNING_DATA"), "data"):
+        if folder and (Path(folder) / "MNIST" / "raw").is_dir():
+            return Path(folder)
+    pytest.skip("no real data: set FL_LIGHTNING_DATA to the folder that holds MNIST/raw")
