@@ -65,9 +65,9 @@ def _mean(results: Runs, name: str) -> Any:
 def _picture(draw: Callable[[Any], None], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     draw(axes)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=110)
