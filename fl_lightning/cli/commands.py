@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 import warnings
 from typing import NamedTuple
@@ -70,6 +71,8 @@ def _run(arguments: list[str]) -> None:
     command = importlib.import_module(COMMANDS[arguments[0]].module)
     try:
         command.main(arguments)
+    except BrokenPipeError:  # the reader, such as head, has seen enough; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         cause: BaseException | None = error  # jsonargparse wraps what a constructor raises
         while cause is not None and not isinstance(cause, FederationError | MisconfigurationException):

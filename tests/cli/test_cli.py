@@ -185,6 +185,19 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     assert all(f"  {name}" in done.stdout for name in COMMANDS)
 
 
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    code = "from fl_lightning.cli import main; main(['reproduce', '--list'])"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=CONFIGS.parent
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    assert process.wait() == 0
+
+
 def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from fl_lightning.cli import demo
 
