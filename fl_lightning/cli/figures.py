@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def curves(runs: Mapping[str, Runs], path: Path, title: str) -> None:
     """Mean local test accuracy by round, one line per method, averaged over seeds (the papers' figures 4 and 7)."""
 
     def draw(axes: Any) -> None:
-        for (colour, line), (method, results) in zip(STYLES, runs.items(), strict=False):
+        for (colour, line), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
             mean = _mean(results, "local_test_acc")
             axes.plot(range(1, len(mean) + 1), mean, color=colour, linestyle=line, label=method)
         axes.set(xlabel="round", ylabel="mean local test accuracy (%)", title=title)
@@ -30,7 +31,7 @@ def sub_populations(runs: Mapping[str, Runs], path: Path, title: str) -> None:
     """Accuracy of majority (thin) and minority (thick) by round (the papers' figure 5)."""
 
     def draw(axes: Any) -> None:
-        for (colour, _), (method, results) in zip(STYLES, runs.items(), strict=False):
+        for (colour, _), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
             for group, width, line in (("majority", 1.0, "--"), ("minority", 2.2, "-")):
                 mean = _mean(results, group)
                 name = f"{method}, {group}"

@@ -18,7 +18,7 @@ from fl_lightning.cli import figures
 from fl_lightning.cli.cells import cached, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
-from fl_lightning.cli.tables import Cell, Config, beside, config_hash, config_of, label, select, table, tables
+from fl_lightning.cli.tables import Cell, Config, beside, config_hash, config_of, is_plain, label, select, table, tables
 from fl_lightning.errors import FederationError
 
 Measured = dict[str, Any]
@@ -158,9 +158,8 @@ def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int
     """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
-        plain = not any(key in cell for key in ("E", "F", "l1_weight"))
         results = [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
-        if plain and results:
+        if is_plain(cell) and results:
             groups.setdefault((cell["dataset"], cell["partition"]), {})[cell["method"]] = results
     folder.mkdir(parents=True, exist_ok=True)
     for (dataset, partition), runs in groups.items():

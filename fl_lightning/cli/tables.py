@@ -24,6 +24,9 @@ Config = dict[str, Any]
 #: Keys of a cell that do not tell its run from others.
 _NOT_OF_THE_RUN = ("paper", "table", "metric", "value", "std", "unit", "note", "measured")
 
+#: Keys that tell every cell's run.
+_PLAIN = ("dataset", "partition", "method")
+
 
 @cache
 def _read(name: str) -> Any:
@@ -48,7 +51,8 @@ def tables() -> dict[str, list[Cell]]:
     for recipe in recipes():
         for cell in _read("published.yaml")["results"]:
             if cell["paper"] in recipe["papers"] and _covered(recipe, cell):
-                found.setdefault(table_name(cell), []).extend([cell, *_more(recipe, cell)])
+                for one in (cell, *_more(recipe, cell)):
+                    found.setdefault(table_name(one), []).append(one)
     return found
 
 
@@ -94,7 +98,13 @@ def select(cells: Iterable[Cell], only: Mapping[str, str]) -> list[Cell]:
 
 def label(cell: Cell) -> str:
     """A cell in a few words."""
-    return " ".join(str(v) for k, v in cell.items() if k not in _NOT_OF_THE_RUN)
+    words = [str(cell[k]) for k in _PLAIN if k in cell]
+    return " ".join([*words, *(f"{k}={v}" for k, v in cell.items() if k not in (*_PLAIN, *_NOT_OF_THE_RUN))])
+
+
+def is_plain(cell: Cell) -> bool:
+    """Whether nothing but data, partition and method tells a cell's run from others."""
+    return all(key in (*_PLAIN, *_NOT_OF_THE_RUN) for key in cell)
 
 
 def _covered(recipe: dict[str, Any], cell: Cell) -> bool:
@@ -102,7 +112,7 @@ def _covered(recipe: dict[str, Any], cell: Cell) -> bool:
 
 
 def _more(recipe: dict[str, Any], cell: Cell) -> list[Cell]:
-    """Cells that the recipe adds beside a published one; they have no published value."""
+    """Cells that the recipe adds beside a published one, or as a table of its own; they have no published value."""
     return [
         {**cell, **extra["set"], "value": None, "std": None}
         for extra in recipe.get("also", [])
