@@ -81,6 +81,17 @@ class Batch(NamedTuple):
     captured step does not freeze them."""
 
 
+class Product(NamedTuple):
+    """A stack of gradients that are matrix products, not multiplied out: shapes (K, m, n) and (K, n, p).
+
+    Only engines make them: the local SGD multiplies them straight into the weights, which spares writing the gradient
+    and reading it again.
+    """
+
+    left: Tensor
+    right: Tensor
+
+
 class Update(NamedTuple):
     """What one move changes; the engine applies it in place."""
 

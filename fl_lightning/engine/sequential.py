@@ -47,7 +47,8 @@ class _Client:
         self.method, self.federation, self.max_steps = method, federation, max_steps
         self.schedule = ClientSchedule.of(method, federation, job.client, round)
         self.state = fast_copy(job.state)
-        self.sgd = LocalSGD(method.local, self.state)
+        self.sgd = LocalSGD(method.local)
+        self.velocity: State = {}
         size = torch.tensor(self.schedule.size, device=federation.device)
         self.scalars = scalars(size, round, method.compute_dtype)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
@@ -71,7 +72,7 @@ class _Client:
     def _step(self, phase: Phase, moves: list[Move], batch: Batch) -> None:
         for i, move in enumerate(moves):
             update = move(self.state, batch, phase, eager_gradient)
-            self.sgd.apply(update)
+            self.sgd.apply(update, self.state, self.velocity)
             if i == 0:
                 self.loss += update.loss
         self.steps += 1
