@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -65,6 +66,7 @@ class FederatedModule(LightningModule):
             learning rate 1, the default, is FedAvg, adaptive ones give FedOpt.
         engine: how a cohort is trained: ``auto``, ``sequential``, ``stacked`` or ``captured``.
         clients_per_stack: how many clients are trained together at most.
+        workers: how many processes the clients of a round are shared out to, each with one core.
         seed: seed of all streams; None takes that of ``seed_everything``, else 0.
     """
 
@@ -82,6 +84,7 @@ class FederatedModule(LightningModule):
         server_optimizer: ServerOptimizer | None = None,
         engine: str = "auto",
         clients_per_stack: int = 16,
+        workers: int = 1,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class FederatedModule(LightningModule):
         self.weighting: Weighting = _one_of("weighting", weighting, ("samples", "uniform"))
         self.buffers_policy: BufferPolicy = _one_of("buffers", buffers, ("average", "keep", "reset"))
         self.server_optimizer = server_optimizer
-        self.engine = make_engine(engine, clients_per_stack)
+        self.engine = make_engine(engine, clients_per_stack, workers)
         self.snapshots = SnapshotStore()
         self.evaluator = Evaluator()
         self.bytes_up = self.bytes_down = self.completed_rounds = 0
@@ -239,6 +242,16 @@ class FederatedModule(LightningModule):
         """Noise entries of the net's dropout layers."""
         return self.functional.dropout_shapes(x)
 
+    def for_worker(self) -> Self:
+        """A copy that another process can train clients with: no Trainer, no clients, no server's optimizer."""
+        twin = copy.copy(self)
+        twin._modules = {**self._modules, "net": copy.deepcopy(self.net)}
+        twin._trainer = None
+        twin.server_optimizer = None
+        twin.snapshots, twin.evaluator, twin.engine = SnapshotStore(), Evaluator(), make_engine("sequential")
+        twin.__dict__["_functional"] = None
+        return twin
+
     # ---- Lightning ------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Callback]:
@@ -259,6 +272,10 @@ class FederatedModule(LightningModule):
             self.engine.reset()
             self.completed_rounds = 0  # of this fit; a checkpoint that is resumed says otherwise
             self.trainer.fit_loop.federated = FederatedLoop(self.trainer, self)  # type: ignore[attr-defined]
+
+    def teardown(self, stage: str) -> None:
+        """Let the engine forget what it prepared, and stop its processes."""
+        self.engine.reset()
 
     def on_fit_start(self) -> None:
         """Clients follow the module to its device, which a checkpoint is read before."""

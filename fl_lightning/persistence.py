@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import nn
 
-from fl_lightning.engine import AutoEngine
 from fl_lightning.errors import FederationError
 from fl_lightning.nets import FedNet
 
@@ -42,7 +41,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "method": type(module).__name__,
         "seed": module.seed,
         "data": getattr(data, "fingerprint", None),
-        "engine": module.engine.choice if isinstance(module.engine, AutoEngine) else module.engine.name,
+        "engine": module.engine.choice,
         "clients": module.snapshots.state_dict(),
         "rounds": module.completed_rounds,
         "summary": dict(module.summary),
@@ -65,8 +64,8 @@ def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     _check_entries(module, checkpoint["state_dict"])
     if module._trainer is not None:
         _check_run(module, module._trainer, saved)
-    if isinstance(module.engine, AutoEngine) and saved["engine"] is not None:
-        module.engine = AutoEngine(module.engine.width, saved["engine"])
+    if saved["engine"] is not None:
+        module.engine.settle(saved["engine"])
     module.snapshots.load_state_dict(saved["clients"])
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
     module.bytes_up, module.bytes_down = saved["bytes"]
@@ -80,6 +79,8 @@ def _check_entries(module: FederatedModule, saved: dict[str, torch.Tensor]) -> N
             f"The checkpoint's model does not fit {type(module.net).__name__}: make the net with the settings it was "
             "trained with, or use load_from_checkpoint."
         )
+    if module._trainer is not None and module._trainer.precision == "64-true":
+        module.double()  # the Trainer would do so only after the weights are read, and they would lose digits
 
 
 def _check_run(module: FederatedModule, trainer: Trainer, saved: dict[str, Any]) -> None:

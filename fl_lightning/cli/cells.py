@@ -146,7 +146,7 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
         "metrics": metrics,
         "rounds": len(recorder.curves["local_test_acc"]),
         "seconds": round(recorder.elapsed(), 1),
-        "engine": getattr(module.engine, "choice", None) or module.engine.name,
+        "engine": module.engine.choice,
         "bytes": [module.bytes_up, module.bytes_down],
         "curves": recorder.curves,
         "clients": [round(float(value), 4) for value in 100 * module.evaluator.scores["val"]],

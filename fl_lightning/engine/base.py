@@ -22,6 +22,14 @@ class Engine(ABC):
     def __init__(self, width: int = 16) -> None:
         self.width = width
 
+    @property
+    def choice(self) -> str | None:
+        """The engine that does the work; None while that is open."""
+        return self.name
+
+    def settle(self, choice: str) -> None:  # noqa: B027 - most engines leave nothing open
+        """Take a choice that was made earlier, such as by the run that wrote a checkpoint."""
+
     def reset(self) -> None:  # noqa: B027 - most engines have nothing to forget
         """Forget what was prepared for a run; called when the next one begins."""
 
