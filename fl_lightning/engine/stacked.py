@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from fl_lightning.engine.base import Engine, epochs_of, moves_of
+from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result, Update
 from fl_lightning.engine.gradient import functional_gradient
 from fl_lightning.engine.local import LocalSGD
@@ -24,7 +24,8 @@ class StackedEngine(Engine):
 
     Clients are sorted by size. Within an epoch all of them take their full batches in step, the active part of the
     stack shrinking to a prefix as the smaller ones run out; then come the last partial batches, those of equal size
-    together. Every call works on a contiguous slice of the stack, so nothing is copied, padded or masked.
+    together. Where a phase has a number of steps the larger clients, which take more of them in an epoch, are the first
+    to be done. Every call works on a contiguous slice of the stack, so nothing is copied, padded or masked.
     """
 
     name = "stacked"
@@ -76,10 +77,16 @@ class _Stack:
     def train(self) -> list[Result]:
         for phase in self.method.phases():
             moves = [self.engine.mapped(move, i, phase) for i, move in enumerate(moves_of(self.method, phase))]
+            before = list(self.steps)
             for _ in range(epochs_of(phase, self.max_steps)):
-                for start, stop, batch in self._epoch():
+                taken = [now - then for now, then in zip(self.steps, before, strict=True)]
+                left = [steps_left(phase, steps, self.max_steps) for steps in taken]
+                done = left.count(0)
+                if done == len(left):
+                    break
+                for start, stop, batch in self._epoch(done, left):
                     self._step(moves, start, stop, batch)
-                self.scalars["epoch"].add_(1)
+                self.scalars["epoch"][done:].add_(1)
         losses = self.loss.tolist()
         return [
             Result({name: value[k] for name, value in self.state.items()}, losses[k] / max(steps, 1), steps)
@@ -96,38 +103,46 @@ class _Stack:
         for k in range(start, stop):
             self.steps[k] += 1
 
-    def _epoch(self) -> Iterator[tuple[int, int, Batch]]:
-        """Slices of the stack and their batches, as the class doc says."""
+    def _epoch(self, done: int, left: list[int]) -> Iterator[tuple[int, int, Batch]]:
+        """Slices of the stack and their batches, as the class doc says.
+
+        Args:
+            done: how many clients, the first of the stack, have no step left; they draw nothing either.
+            left: how many steps each client takes at most, increasing.
+        """
         size = self.method.local.batch_size
-        orders = torch.nn.utils.rnn.pad_sequence([s.order() for s in self.schedules], batch_first=True)
+        orders = torch.nn.utils.rnn.pad_sequence([s.order() for s in self.schedules[done:]], batch_first=True)
         noise: tuple[State, State] | None = None
-        for start, stop, step, width in self._slices():
-            index = orders[start:stop, step * size : step * size + width]
-            x, y = self._gather(start, stop, index)
+        for start, stop, step, width in self._slices(left):
+            rows = slice(start - done, stop - done)
+            x, y = self._gather(start, stop, orders[rows, step * size : step * size + width])
             if noise is None:
-                noise = self._noise(x[0])
-            drawn = {name: value[start:stop, step] for name, value in noise[0].items()}
-            drawn |= {name: value[start:stop, step, :width] for name, value in noise[1].items()}
+                noise = self._noise(x[0], done)
+            drawn = {name: value[rows, step] for name, value in noise[0].items()}
+            drawn |= {name: value[rows, step, :width] for name, value in noise[1].items()}
             yield start, stop, Batch(x, y, drawn, {n: v[start:stop] for n, v in self.scalars.items()})
 
-    def _slices(self) -> Iterator[tuple[int, int, int, int]]:
+    def _slices(self, left: list[int]) -> Iterator[tuple[int, int, int, int]]:
         """(start, stop, step of the epoch, batch size) of every call of an epoch."""
-        limit = self.max_steps if self.max_steps is not None else max(self.full) + 1
-        for step in range(min(max(self.full), limit)):
-            yield 0, sum(full > step for full in self.full), step, self.method.local.batch_size
-        for (rest, full), run in groupby(range(len(self.clients)), key=lambda k: (self.rest[k], self.full[k])):
+        for step in range(max(self.full)):
+            start, stop = sum(n <= step for n in left), sum(full > step for full in self.full)
+            if start < stop:
+                yield start, stop, step, self.method.local.batch_size
+        for (rest, full, some), run in groupby(
+            range(len(self.clients)), key=lambda k: (self.rest[k], self.full[k], left[k] > self.full[k])
+        ):
             members = list(run)
-            if rest and full < limit:
+            if rest and some:
                 yield members[0], members[-1] + 1, full, rest
 
     def _gather(self, start: int, stop: int, index: Tensor) -> tuple[Tensor, Tensor]:
         streams = [s.augment for s in self.schedules[start:stop]]
         return self.federation.gather(self.clients[start:stop], index, self.method.compute_dtype, streams)
 
-    def _noise(self, x: Tensor) -> tuple[State, State]:
-        """Noise of the next epoch, stacked over clients and padded to the longest: (K, steps, ...)."""
+    def _noise(self, x: Tensor, done: int) -> tuple[State, State]:
+        """Noise of the next epoch, stacked over clients that are not done and padded: (K, steps, ...)."""
         steps = [full + (rest > 0) for full, rest in zip(self.full, self.rest, strict=True)]
-        drawn = [epoch_noise(self.method, s, n, x) for s, n in zip(self.schedules, steps, strict=True)]
+        drawn = [epoch_noise(self.method, s, n, x) for s, n in zip(self.schedules[done:], steps[done:], strict=True)]
         return _pad([noise for noise, _ in drawn]), _pad([dropout for _, dropout in drawn])
 
 
