@@ -64,7 +64,7 @@ class Evaluator:
         losses = F.cross_entropy(logits.double(), target, reduction="none")
         correct = (logits.argmax(1) == target).to(losses)
         # One sum per client over its own stretch of the samples.
-        sums = torch.stack([correct, losses]).split(total.tolist(), dim=1)
+        sums = torch.split(torch.stack([correct, losses]), total.tolist(), dim=1)
         per_client = torch.stack([part.sum(1) for part in sums])
         rows = torch.tensor(scored, device=clients.device)
         self._collected.to(clients.device).update(rows, per_client[:, 0], per_client[:, 1], total)
@@ -74,7 +74,7 @@ class Evaluator:
         return self._collected.compute()["acc"].detach().clone().cpu()
 
     def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
-        """What to log: mean, spread and worst tenth over clients; the server's model on the global test set."""
+        """What to log: mean, spread and worst tenth over clients; the server's models on the global test set."""
         computed = self._collected.compute()
         self.scores[split] = self.accuracies()
         summary = client_summary(computed["acc"])
@@ -86,8 +86,10 @@ class Evaluator:
         }
         federation = module.federation
         untouched = split == "test" or federation.val is None
-        if federation.global_test is not None and untouched and not module.private_names:
-            logs[f"{split}/global_acc"] = self._global_accuracy(module, federation)
+        models = module.global_models() if federation.global_test is not None and untouched else []
+        if models:
+            scores = [share * self._global_accuracy(module, federation, state) for share, state in models]
+            logs[f"{split}/global_acc"] = torch.stack(scores).sum()
         return logs
 
     def outputs(self, module: FederatedModule, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
@@ -112,9 +114,9 @@ class Evaluator:
         for client in clients:
             yield from _one_model(module, [client], split)
 
-    def _global_accuracy(self, module: FederatedModule, federation: Federation) -> Tensor:
+    def _global_accuracy(self, module: FederatedModule, federation: Federation, state: State) -> Tensor:
         assert federation.global_test is not None
-        index, state = federation.global_test, fast_copy(module.server_state())
+        index, state = federation.global_test, fast_copy(state)
         correct = torch.zeros((), dtype=torch.float64, device=federation.device)
         for part in torch.split(index, _samples(state)):
             logits = _forward(module, state, federation, federation.inputs[part])

@@ -15,12 +15,23 @@ from torch.optim import Optimizer
 
 from fl_lightning import persistence, seeding
 from fl_lightning.client import SnapshotStore
-from fl_lightning.engine import Batch, FunctionalNet, Gradient, LocalTraining, Move, Phase, Update, entries, make_engine
+from fl_lightning.engine import (
+    Batch,
+    FunctionalNet,
+    Gradient,
+    LocalTraining,
+    Move,
+    Phase,
+    Stage,
+    Update,
+    entries,
+    make_engine,
+)
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import Evaluator
 from fl_lightning.federation import Federation
 from fl_lightning.lightning_checks import check_data, check_net, check_trainer
-from fl_lightning.loop import FederatedLoop
+from fl_lightning.loop import FederatedLoop, Tally
 from fl_lightning.nets import FedNet
 from fl_lightning.progress import federated_progress_bar
 from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
@@ -42,6 +53,7 @@ class FederatedModule(LightningModule):
     ``client_loss``     the local objective
     ``moves``           what happens on a minibatch, if it is not one SGD step on ``client_loss``
     ``phases``          what is trained for how many epochs
+    ``stages``          who trains after whom within a round
     ``message_down``    what the server sends; ``begin`` makes the client's state of it
     ``finish``          what the client sends up and what it keeps
     ``aggregate``       what the server makes of the messages
@@ -100,7 +112,8 @@ class FederatedModule(LightningModule):
         self.engine = make_engine(engine, clients_per_stack, workers)
         self.snapshots = SnapshotStore()
         self.evaluator = Evaluator()
-        self.bytes_up = self.bytes_down = self.completed_rounds = 0
+        self.bytes_up = self.bytes_down = self.completed_rounds = self.completed_stages = 0
+        self.stage, self.tally = Stage(()), Tally()  # under way, and what those before it in the round add up to
         self.summary: dict[str, float] = {}
         buffers_of_net = entries(self.net).keys() - dict(self.net.named_parameters()).keys()
         self._initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n in buffers_of_net}
@@ -144,6 +157,15 @@ class FederatedModule(LightningModule):
         cohort: list[int] = self.datamodule.cohort(round)
         return cohort
 
+    def stages(self, round: int, cohort: list[int]) -> Sequence[Stage]:
+        """The stages of a round, one after the other; by default one, in which the cohort trains.
+
+        The server aggregates after each of them; ``self.stage`` is the one under way. Must depend on nothing but its
+        arguments, the method's settings and the federation: a resumed run asks again and goes on after the last stage
+        that was completed.
+        """
+        return [Stage(cohort)]
+
     def message_down(self, client: int) -> State:
         """What the server sends to a client: the shared entries."""
         state = self.server_state()
@@ -161,7 +183,7 @@ class FederatedModule(LightningModule):
         return {name: state[name] for name in self.shared_names}, {name: state[name] for name in self.private_names}
 
     def aggregate(self, messages: list[Message]) -> State:
-        """New values of the server's shared entries; the server's optimizer steps towards them."""
+        """New values of entries of :attr:`server`; the server's optimizer steps towards them, the others stay."""
         return weighted_mean(messages, message_weights(messages, self.weighting))
 
     def personal_state(self, client: int) -> State:
@@ -174,6 +196,22 @@ class FederatedModule(LightningModule):
     def model_key(self, client: int) -> int:
         """Clients with equal keys are evaluated with one and the same model."""
         return client if self.private_names else -1
+
+    @property
+    def server(self) -> nn.Module:
+        """What the server's optimizer steps: the net, or several nets for a method that has several models."""
+        return self.net
+
+    def server_extras(self) -> dict[str, Any]:
+        """What the server keeps beside its models, for a checkpoint: plain dicts of tensors and numbers."""
+        return {}
+
+    def load_server_extras(self, extras: dict[str, Any]) -> None:
+        """Bring back what :meth:`server_extras` gave."""
+
+    def global_models(self) -> Sequence[tuple[float, State]]:
+        """Models scored on a test set that belongs to nobody, each with the share of clients that it is for."""
+        return [] if self.private_names else [(1.0, self.server_state())]
 
     # ---- what a method may use ------------------------------------------------------------------------------
 
@@ -270,7 +308,9 @@ class FederatedModule(LightningModule):
         self.__dict__["_functional"] = None  # made anew where the module then lies
         if stage == "fit":
             self.engine.reset()
-            self.completed_rounds = 0  # of this fit; a checkpoint that is resumed says otherwise
+            # Of this fit; a checkpoint that is resumed says otherwise.
+            self.completed_rounds = self.completed_stages = 0
+            self.tally = Tally()
             self.trainer.fit_loop.federated = FederatedLoop(self.trainer, self)  # type: ignore[attr-defined]
 
     def teardown(self, stage: str) -> None:
@@ -285,7 +325,7 @@ class FederatedModule(LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """The server's optimizer."""
-        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        parameters = [p for p in self.server.parameters() if p.requires_grad]
         if not parameters:
             raise FederationError(f"{type(self.net).__name__} has no trainable parameters.")
         return (
@@ -301,11 +341,11 @@ class FederatedModule(LightningModule):
         """Step the server's model towards ``target``: the optimizer's gradient is minus the change."""
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
-        for name, parameter in self.net.named_parameters():
+        for name, parameter in self.server.named_parameters():
             parameter.grad = parameter.detach() - target[name] if name in target and parameter.requires_grad else None
         optimizer.step()
         optimizer.zero_grad()
-        for name, value in self.net.named_buffers():
+        for name, value in self.server.named_buffers():
             if name in target:
                 value.copy_(target[name])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import nn
 
 from fl_lightning.errors import FederationError
+from fl_lightning.loop import Tally
 from fl_lightning.nets import FedNet
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "engine": module.engine.choice,
         "clients": module.snapshots.state_dict(),
         "rounds": module.completed_rounds,
+        "stages": module.completed_stages,
+        "tally": asdict(module.tally),
+        "server": module.server_extras(),
         "summary": dict(module.summary),
         "bytes": [module.bytes_up, module.bytes_down],
         "scores": module.evaluator.state_dict(),
@@ -68,6 +73,8 @@ def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         module.engine.settle(saved["engine"])
     module.snapshots.load_state_dict(saved["clients"])
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
+    module.completed_stages, module.tally = saved.get("stages", 0), Tally(**saved.get("tally", {}))
+    module.load_server_extras(saved.get("server", {}))
     module.bytes_up, module.bytes_down = saved["bytes"]
     module.evaluator.load_state_dict(saved["scores"])
 

@@ -1,6 +1,7 @@
 """Callbacks for federated runs."""
 
 from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.callbacks.clusters import ClustersCallback
 from fl_lightning.callbacks.factors import FactorsCallback
 from fl_lightning.callbacks.fairness import FairnessCallback
 from fl_lightning.progress import (
@@ -10,6 +11,7 @@ from fl_lightning.progress import (
 )
 
 __all__ = [
+    "ClustersCallback",
     "FactorsCallback",
     "FairnessCallback",
     "FederatedCallback",

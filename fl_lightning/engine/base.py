@@ -9,6 +9,9 @@ from fl_lightning.engine.contract import Job, LocalMethod, Move, Phase, Result
 from fl_lightning.engine.gradient import clipped
 from fl_lightning.federation import Federation
 
+#: More steps than any epoch has.
+MANY = 2**63
+
 
 class Engine(ABC):
     """Trains clients of one round. All engines give the same result; they differ in speed.
@@ -59,6 +62,12 @@ class Engine(ABC):
 def epochs_of(phase: Phase, max_steps: int | None) -> int:
     """Epochs of a phase: all, or just the first when steps are limited."""
     return phase.epochs if max_steps is None else min(phase.epochs, 1)
+
+
+def steps_left(phase: Phase, taken: int, max_steps: int | None) -> int:
+    """How many steps of an epoch a client takes at most, after so many that it took in the phase."""
+    bounds = [MANY if phase.steps is None else phase.steps - taken, MANY if max_steps is None else max_steps]
+    return min(bounds)
 
 
 def moves_of(method: LocalMethod, phase: Phase) -> list[Move]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.engine.base import Engine, epochs_of, moves_of
+from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result, Update
 from fl_lightning.engine.gradient import functional_gradient
 from fl_lightning.engine.local import LocalSGD
@@ -52,7 +52,8 @@ class StackedEngine(Engine):
 
     Clients are sorted by size. Within an epoch all of them take their full batches in step, the active part of the
     stack shrinking to a prefix as the smaller ones run out; then come the last partial batches, those of equal size
-    together. Every call works on a contiguous slice of the stack, so nothing is copied, padded or masked.
+    together. Where a phase has a number of steps the larger clients, which take more of them in an epoch, are the first
+    to be done. Every call works on a contiguous slice of the stack, so nothing is copied, padded or masked.
     """
 
     name = "stacked"
@@ -103,6 +104,7 @@ class _Stack:
         self.velocity: State = {}
         self.owned: set[str] = set()
         self.parts: dict[tuple[int, int, int], Part] = {}
+        self.often: dict[tuple[int, int], int] = {}
         self.sgd = LocalSGD(method.local)
         self.round = round
         size = torch.tensor(sizes, device=federation.device)
@@ -114,27 +116,38 @@ class _Stack:
         for phase in self.method.phases():
             epochs = epochs_of(phase, self.max_steps)
             moves = [self.engine.mapped(move, i, phase) for i, move in enumerate(moves_of(self.method, phase))]
-            self.parts = self._parts(epochs)
+            before = list(self.steps)
+            self.parts = {}
             self._own(phase.trainable)
-            self._look()
-            for _ in range(epochs):
-                for part, batch in self._epoch():
+            for epoch in range(epochs):
+                taken = [now - then for now, then in zip(self.steps, before, strict=True)]
+                left = [steps_left(phase, steps, self.max_steps) for steps in taken]
+                done = left.count(0)
+                if done == len(left):
+                    break
+                if epoch == 0:
+                    self._count(epochs, left)
+                for part, batch in self._epoch(done, left):
                     self._step(moves, part, batch)
-                self.scalars["epoch"].add_(1)
+                self.scalars["epoch"][done:].add_(1)
         losses = self.loss.tolist()
         return [
             Result({name: value[k] for name, value in self.state.items()}, losses[k] / max(steps, 1), steps)
             for k, steps in enumerate(self.steps)
         ]
 
-    def _parts(self, epochs: int) -> dict[tuple[int, int, int], Part]:
-        """The parts of the stack that a phase's steps are made on, by first client, last client and batch size."""
-        counts = Counter((start, stop, width) for start, stop, _, width in self._slices())
-        shapes: Counter[tuple[int, int]] = Counter()
-        for (start, stop, width), count in counts.items():
-            shapes[stop - start, width] += count
-        rounds = epochs * (self.round + 1)
-        return {key: Part(key[0], key[1], rounds * shapes[key[1] - key[0], key[2]]) for key in counts}
+    def _count(self, epochs: int, left: list[int]) -> None:
+        """Count how often each shape of a step will have been seen when this phase is over, if rounds are alike."""
+        shapes = Counter((stop - start, width) for start, stop, _, width in self._slices(left))
+        self.often = {shape: epochs * (self.round + 1) * count for shape, count in shapes.items()}
+
+    def _part(self, start: int, stop: int, width: int) -> Part:
+        """The part of the stack that a step is made on."""
+        key = (start, stop, width)
+        if key not in self.parts:
+            self.parts[key] = Part(start, stop, self.often.get((stop - start, width), 0))
+            self.parts[key].look(self.state, self.velocity)
+        return self.parts[key]
 
     def _own(self, names: Iterable[str]) -> None:
         """Let the stack have copies of its own, and momentum, of entries that are about to be written to."""
@@ -145,11 +158,8 @@ class _Stack:
             if self.sgd.local.momentum:
                 self.velocity[name] = torch.zeros_like(self.state[name])
         if new:
-            self._look()
-
-    def _look(self) -> None:
-        for part in self.parts.values():
-            part.look(self.state, self.velocity)
+            for part in self.parts.values():
+                part.look(self.state, self.velocity)
 
     def _step(self, moves: list[MappedMove], part: Part, batch: Batch) -> None:
         for i, move in enumerate(moves):
@@ -162,39 +172,47 @@ class _Stack:
         for k in range(part.rows.start, part.rows.stop):
             self.steps[k] += 1
 
-    def _epoch(self) -> Iterator[tuple[Part, Batch]]:
-        """Parts of the stack and their batches, as the class doc says."""
-        size = self.method.local.batch_size
-        orders = torch.nn.utils.rnn.pad_sequence([s.order() for s in self.schedules], batch_first=True)
-        noise: tuple[State, State] | None = None
-        for start, stop, step, width in self._slices():
-            index = orders[start:stop, step * size : step * size + width]
-            x, y = self._gather(start, stop, index)
-            if noise is None:
-                noise = self._noise(x[0])
-            drawn = {name: value[step, start:stop] for name, value in noise[0].items()}
-            drawn |= {name: value[step, start:stop, :width] for name, value in noise[1].items()}
-            batch = Batch(x, y, drawn, {n: v[start:stop] for n, v in self.scalars.items()})
-            yield self.parts[start, stop, width], batch
+    def _epoch(self, done: int, left: list[int]) -> Iterator[tuple[Part, Batch]]:
+        """Parts of the stack and their batches, as the class doc says.
 
-    def _slices(self) -> Iterator[tuple[int, int, int, int]]:
+        Args:
+            done: how many clients, the first of the stack, have no step left; they draw nothing either.
+            left: how many steps each client takes at most, increasing.
+        """
+        size = self.method.local.batch_size
+        orders = torch.nn.utils.rnn.pad_sequence([s.order() for s in self.schedules[done:]], batch_first=True)
+        noise: tuple[State, State] | None = None
+        for start, stop, step, width in self._slices(left):
+            rows = slice(start - done, stop - done)
+            x, y = self._gather(start, stop, orders[rows, step * size : step * size + width])
+            if noise is None:
+                noise = self._noise(x[0], done)
+            drawn = {name: value[step, rows] for name, value in noise[0].items()}
+            drawn |= {name: value[step, rows, :width] for name, value in noise[1].items()}
+            batch = Batch(x, y, drawn, {n: v[start:stop] for n, v in self.scalars.items()})
+            yield self._part(start, stop, width), batch
+
+    def _slices(self, left: list[int]) -> Iterator[tuple[int, int, int, int]]:
         """(start, stop, step of the epoch, batch size) of every call of an epoch."""
-        limit = self.max_steps if self.max_steps is not None else max(self.full) + 1
-        for step in range(min(max(self.full), limit)):
-            yield 0, sum(full > step for full in self.full), step, self.method.local.batch_size
-        for (rest, full), run in groupby(range(len(self.clients)), key=lambda k: (self.rest[k], self.full[k])):
+        for step in range(max(self.full)):
+            start, stop = sum(n <= step for n in left), sum(full > step for full in self.full)
+            if start < stop:
+                yield start, stop, step, self.method.local.batch_size
+        for (rest, full, some), run in groupby(
+            range(len(self.clients)), key=lambda k: (self.rest[k], self.full[k], left[k] > self.full[k])
+        ):
             members = list(run)
-            if rest and full < limit:
+            if rest and some:
                 yield members[0], members[-1] + 1, full, rest
 
     def _gather(self, start: int, stop: int, index: Tensor) -> tuple[Tensor, Tensor]:
         streams = [s.augment for s in self.schedules[start:stop]]
         return self.federation.gather(self.clients[start:stop], index, self.method.compute_dtype, streams)
 
-    def _noise(self, x: Tensor) -> tuple[State, State]:
-        """Noise of the next epoch, stacked over clients and padded to the longest: (steps, K, ...)."""
+    def _noise(self, x: Tensor, done: int) -> tuple[State, State]:
+        """Noise of the next epoch, stacked over clients that are not done and padded: (steps, K, ...)."""
         steps = [full + (rest > 0) for full, rest in zip(self.full, self.rest, strict=True)]
-        drawn = [epoch_noise(self.method, s, n, x) for s, n in zip(self.schedules, steps, strict=True)]
+        drawn = [epoch_noise(self.method, s, n, x) for s, n in zip(self.schedules[done:], steps[done:], strict=True)]
         return _pad([noise for noise, _ in drawn]), _pad([dropout for _, dropout in drawn])
 
 

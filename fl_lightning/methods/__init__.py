@@ -2,8 +2,13 @@
 
 from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedcluster import FedCluster
+from fl_lightning.methods.fedgn import FedGN
+from fl_lightning.methods.fedgroup import FedGroup
 from fl_lightning.methods.fedper import FedPer
 from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.methods.fesem import FeSEM
+from fl_lightning.methods.ifca import IFCA
 from fl_lightning.methods.lg_fedavg import LGFedAvg
 from fl_lightning.methods.local import Local
 from fl_lightning.methods.pfedme import PFedMe
@@ -14,9 +19,14 @@ from fl_lightning.methods.waffle_l1 import WAFFLeL1
 
 __all__ = [
     "APFL",
+    "IFCA",
     "QFFL",
     "SCAFFOLD",
+    "FeSEM",
     "FedAvg",
+    "FedCluster",
+    "FedGN",
+    "FedGroup",
     "FedPer",
     "FedProx",
     "LGFedAvg",

@@ -1,7 +1,9 @@
 """Networks, one file per family; the last fully connected layer is called ``head`` in all of them."""
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.nets.cifar import DenseNet121, MobileNetV2, ResNet18
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
+from fl_lightning.nets.convert import group_count, group_norm, replace_modules
 from fl_lightning.nets.dropout import StreamDropout, noise_shapes, stream_dropout
 from fl_lightning.nets.factorized import (
     FactorizedConv2d,
@@ -11,6 +13,7 @@ from fl_lightning.nets.factorized import (
     factorized_layers,
 )
 from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN
+from fl_lightning.nets.lstm import BiLSTM
 from fl_lightning.nets.mlp import MLP
 
 #: The papers' names of the networks; each class without arguments is the network of that name.
@@ -21,13 +24,19 @@ NETS: dict[str, type[FedNet]] = {
     "lenet5": LeNet5,
     "lenet_bn": LeNetBN,
     "lenet5_cifar": LeNet5Cifar,
+    "resnet18": ResNet18,
+    "densenet121": DenseNet121,
+    "mobilenetv2": MobileNetV2,
+    "bilstm": BiLSTM,
 }
 
 __all__ = [
     "MLP",
     "NETS",
+    "BiLSTM",
     "CNNCifar",
     "CNNFashion",
+    "DenseNet121",
     "FactorizedConv2d",
     "FactorizedLayer",
     "FactorizedLinear",
@@ -35,9 +44,14 @@ __all__ = [
     "LeNet5",
     "LeNet5Cifar",
     "LeNetBN",
+    "MobileNetV2",
+    "ResNet18",
     "StreamDropout",
     "factorize",
     "factorized_layers",
+    "group_count",
+    "group_norm",
     "noise_shapes",
+    "replace_modules",
     "stream_dropout",
 ]

@@ -13,11 +13,16 @@ from fl_lightning import methods, seeding
 from fl_lightning.engine import Batch, CapturedEngine
 from fl_lightning.methods import (
     APFL,
+    IFCA,
     QFFL,
     SCAFFOLD,
     FedAvg,
+    FedCluster,
+    FedGN,
+    FedGroup,
     FedPer,
     FedProx,
+    FeSEM,
     LGFedAvg,
     Local,
     PFedMe,
@@ -124,6 +129,11 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
     FedPer: {},
     LGFedAvg: {},
     PFedMe: {"lam": 1.0, "inner_steps": 2},
+    FeSEM: {"clusters": 2, "momentum": 0.9},
+    IFCA: {"clusters": 2},
+    FedCluster: {"clusters": 2, "momentum": 0.9},
+    FedGroup: {"clusters": 2, "cold_steps": 5},
+    FedGN: {},
     WAFFLe: {"factors": {"fc1": 6}},
     WAFFLeL1: {"factors": {"fc1": 6}},
 }
