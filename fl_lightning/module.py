@@ -96,6 +96,9 @@ class FederatedModule(LightningModule):
         self.server_optimizer = server_optimizer
         self.engine = make_engine(engine, clients_per_stack)
         self.snapshots = SnapshotStore()
+        #: What the server keeps between rounds beside its net, by name; it is checkpointed. A method may replace its
+        #: entries in ``aggregate``.
+        self.memory: State = {}
         self.evaluator = Evaluator()
         self.bytes_up = self.bytes_down = self.completed_rounds = 0
         self.summary: dict[str, float] = {}
@@ -140,6 +143,14 @@ class FederatedModule(LightningModule):
         """The clients that train in a round."""
         cohort: list[int] = self.datamodule.cohort(round)
         return cohort
+
+    def client_of(self, number: int) -> int:
+        """The client whose data and streams a number of the cohort stands for: itself, where clients train one model.
+
+        A method whose clients train several models in a round numbers them all in ``cohort``; messages, snapshots and
+        hooks then go by these numbers.
+        """
+        return number
 
     def message_down(self, client: int) -> State:
         """What the server sends to a client: the shared entries."""
@@ -261,8 +272,9 @@ class FederatedModule(LightningModule):
             self.trainer.fit_loop.federated = FederatedLoop(self.trainer, self)  # type: ignore[attr-defined]
 
     def on_fit_start(self) -> None:
-        """Clients follow the module to its device, which a checkpoint is read before."""
+        """Clients and the server's memory follow the module to its device, which a checkpoint is read before."""
         self.snapshots.to(self.device)
+        self.memory = {name: value.to(self.device) for name, value in self.memory.items()}
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 

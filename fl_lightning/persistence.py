@@ -44,6 +44,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "data": getattr(data, "fingerprint", None),
         "engine": module.engine.choice if isinstance(module.engine, AutoEngine) else module.engine.name,
         "clients": module.snapshots.state_dict(),
+        "memory": dict(module.memory),
         "rounds": module.completed_rounds,
         "summary": dict(module.summary),
         "bytes": [module.bytes_up, module.bytes_down],
@@ -68,6 +69,7 @@ def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     if isinstance(module.engine, AutoEngine) and saved["engine"] is not None:
         module.engine = AutoEngine(module.engine.width, saved["engine"])
     module.snapshots.load_state_dict(saved["clients"])
+    module.memory = dict(saved.get("memory", {}))
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
     module.bytes_up, module.bytes_down = saved["bytes"]
     module.evaluator.load_state_dict(saved["scores"])

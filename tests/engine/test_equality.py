@@ -22,7 +22,9 @@ from fl_lightning.methods import (
     Local,
     PFedMe,
     WAFFLe,
+    WAFFLEAvg,
     WAFFLeL1,
+    WeightErosion,
 )
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import LeNet5, LeNetBN
@@ -124,6 +126,8 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
     FedPer: {},
     LGFedAvg: {},
     PFedMe: {"lam": 1.0, "inner_steps": 2},
+    WAFFLEAvg: {"momentum": 0.9, "rounds": 6},
+    WeightErosion: {},
     WAFFLe: {"factors": {"fc1": 6}},
     WAFFLeL1: {"factors": {"fc1": 6}},
 }
