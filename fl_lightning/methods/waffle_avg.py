@@ -1,4 +1,4 @@
-"""WAFFLE by weighted averaging (Beaussart et al., 2021): SCAFFOLD that turns, round by round, from all agents to one of them."""
+"""WAFFLE by weighted averaging (Beaussart et al., 2021): SCAFFOLD that turns by and by from all agents to one."""
 
 from __future__ import annotations
 

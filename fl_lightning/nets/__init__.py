@@ -2,6 +2,7 @@
 
 from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
+from fl_lightning.nets.dla import DLA, DLASimple, DLATiny
 from fl_lightning.nets.dropout import StreamDropout, noise_shapes, stream_dropout
 from fl_lightning.nets.factorized import (
     FactorizedConv2d,
@@ -21,13 +22,19 @@ NETS: dict[str, type[FedNet]] = {
     "lenet5": LeNet5,
     "lenet_bn": LeNetBN,
     "lenet5_cifar": LeNet5Cifar,
+    "dla": DLA,
+    "dla_simple": DLASimple,
+    "dla_tiny": DLATiny,
 }
 
 __all__ = [
+    "DLA",
     "MLP",
     "NETS",
     "CNNCifar",
     "CNNFashion",
+    "DLASimple",
+    "DLATiny",
     "FactorizedConv2d",
     "FactorizedLayer",
     "FactorizedLinear",
