@@ -117,11 +117,11 @@ class FederatedLoop(_Loop):
         """Train a stage's clients and commit what the server makes of their messages, which are returned."""
         self.module.stage = stage
         down, messages, snapshots = 0, [], {}
-        for job, received, result in self._train(stage, round):
-            message, snapshots[job.client] = self._collect(job, received, result, round)
+        for number, received, result in self._train(stage, round):
+            message, snapshots[number] = self._collect(number, received, result, round)
             messages.append(message)
             down += nbytes(received)
-            self._hook("on_client_end", job.client, message)
+            self._hook("on_client_end", number, message)
         messages.sort(key=lambda message: message.client)
         tally = Tally(up=sum(m.nbytes for m in messages), down=down)
         kept = self._finite(messages, snapshots)
@@ -134,28 +134,29 @@ class FederatedLoop(_Loop):
         self._commit(round, kept, snapshots, tally, last)
         return kept
 
-    def _train(self, stage: Stage, round: int) -> Iterator[tuple[Job, State, Result]]:
+    def _train(self, stage: Stage, round: int) -> Iterator[tuple[int, State, Result]]:
         """Train a stage's clients stack by stack, similar sizes together."""
         module, federation = self.module, self.module.federation
         sizes = federation.train.sizes
-        order = sorted(stage.clients, key=lambda client: (-int(sizes[client]), client))
+        order = sorted(stage.clients, key=lambda number: (-int(sizes[module.client_of(number)]), number))
         steps = DEV_STEPS if self.trainer.fast_dev_run else None
         width = module.engine.width
         for start in range(0, len(order), width):
             received = {}
-            for client in order[start : start + width]:
-                received[client] = module.message_down(client)
-                self._hook("on_client_start", client, received[client])
-            jobs = [Job(client, module.begin(client, message)) for client, message in received.items()]
+            for number in order[start : start + width]:
+                received[number] = module.message_down(number)
+                self._hook("on_client_start", number, received[number])
+            jobs = [Job(module.client_of(n), module.begin(n, message)) for n, message in received.items()]
             with self.trainer.profiler.profile("local_training"), _no_autocast_cache():
                 results = module.engine.train(stage.training or module, federation, jobs, round, steps)
-            yield from zip(jobs, received.values(), results, strict=True)
+            yield from zip(received, received.values(), results, strict=True)
 
-    def _collect(self, job: Job, received: State, result: Result, round: int) -> tuple[Message, ClientSnapshot]:
-        tensors, private = self.module.finish(job.client, result.state, received)
-        message = Message(job.client, tensors, len(self.module.federation.train[job.client]), result.loss)
+    def _collect(self, number: int, received: State, result: Result, round: int) -> tuple[Message, ClientSnapshot]:
+        module = self.module
+        tensors, private = module.finish(number, result.state, received)
+        message = Message(number, tensors, len(module.federation.train[module.client_of(number)]), result.loss)
         kept = {name: value.detach().clone() for name, value in private.items()}
-        return message, self.module.snapshots[job.client].after(kept, round, result.steps)
+        return message, module.snapshots[number].after(kept, round, result.steps)
 
     def _finite(self, messages: list[Message], snapshots: dict[int, ClientSnapshot]) -> list[Message]:
         """Leave out clients whose update, sent or kept, is not finite; their snapshots stay as they were."""

@@ -111,6 +111,9 @@ class FederatedModule(LightningModule):
         self.server_optimizer = server_optimizer
         self.engine = make_engine(engine, clients_per_stack, workers)
         self.snapshots = SnapshotStore()
+        #: What the server keeps between rounds beside its net, by name; it is checkpointed. A method may replace its
+        #: entries in ``aggregate``.
+        self.memory: State = {}
         self.evaluator = Evaluator()
         self.bytes_up = self.bytes_down = self.completed_rounds = self.completed_stages = 0
         self.stage, self.tally = Stage(()), Tally()  # under way, and what those before it in the round add up to
@@ -165,6 +168,14 @@ class FederatedModule(LightningModule):
         that was completed.
         """
         return [Stage(cohort)]
+
+    def client_of(self, number: int) -> int:
+        """The client whose data and streams a number of the cohort stands for: itself, where clients train one model.
+
+        A method whose clients train several models in a round numbers them all in ``cohort``; messages, snapshots and
+        hooks then go by these numbers.
+        """
+        return number
 
     def message_down(self, client: int) -> State:
         """What the server sends to a client: the shared entries."""
@@ -318,8 +329,9 @@ class FederatedModule(LightningModule):
         self.engine.reset()
 
     def on_fit_start(self) -> None:
-        """Clients follow the module to its device, which a checkpoint is read before."""
+        """Clients and the server's memory follow the module to its device, which a checkpoint is read before."""
         self.snapshots.to(self.device)
+        self.memory = {name: value.to(self.device) for name, value in self.memory.items()}
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 

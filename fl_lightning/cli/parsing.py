@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.datamodules.partitions import PartitionScheme
+from fl_lightning.methods.schedules import Schedule
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 
@@ -20,6 +21,8 @@ CHOICES: dict[str, tuple[str, type]] = {
     "data": ("data set", FederatedDataModule),
     "net": ("network", FedNet),
     "partition": ("partition", PartitionScheme),
+    "omega": ("schedule", Schedule),
+    "psi": ("schedule", Schedule),
 }
 _FRAME = re.compile(
     r"^(- )?(Does not validate against|Subtypes:|Errors:|Given value|Expected a path but"

@@ -4,6 +4,7 @@ from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.cifar import DenseNet121, MobileNetV2, ResNet18
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
 from fl_lightning.nets.convert import group_count, group_norm, replace_modules
+from fl_lightning.nets.dla import DLA, DLASimple, DLATiny
 from fl_lightning.nets.dropout import StreamDropout, noise_shapes, stream_dropout
 from fl_lightning.nets.factorized import (
     FactorizedConv2d,
@@ -28,14 +29,20 @@ NETS: dict[str, type[FedNet]] = {
     "densenet121": DenseNet121,
     "mobilenetv2": MobileNetV2,
     "bilstm": BiLSTM,
+    "dla": DLA,
+    "dla_simple": DLASimple,
+    "dla_tiny": DLATiny,
 }
 
 __all__ = [
+    "DLA",
     "MLP",
     "NETS",
     "BiLSTM",
     "CNNCifar",
     "CNNFashion",
+    "DLASimple",
+    "DLATiny",
     "DenseNet121",
     "FactorizedConv2d",
     "FactorizedLayer",

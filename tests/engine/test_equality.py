@@ -27,7 +27,9 @@ from fl_lightning.methods import (
     Local,
     PFedMe,
     WAFFLe,
+    WAFFLEAvg,
     WAFFLeL1,
+    WeightErosion,
 )
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import LeNet5, LeNetBN
@@ -134,6 +136,8 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
     FedCluster: {"clusters": 2, "momentum": 0.9},
     FedGroup: {"clusters": 2, "cold_steps": 5},
     FedGN: {},
+    WAFFLEAvg: {"momentum": 0.9, "rounds": 6},
+    WeightErosion: {},
     WAFFLe: {"factors": {"fc1": 6}},
     WAFFLeL1: {"factors": {"fc1": 6}},
 }
