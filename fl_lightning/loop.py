@@ -89,6 +89,7 @@ class FederatedLoop(_Loop):
             jobs = [Job(client, module.begin(client, message)) for client, message in received.items()]
             with self.trainer.profiler.profile("local_training"), _no_autocast_cache():
                 results = module.engine.train(module, federation, jobs, round, steps)
+                module.after_training({job.client: r.state for job, r in zip(jobs, results, strict=True)}, round)
             yield from zip(jobs, received.values(), results, strict=True)
 
     def _collect(self, job: Job, received: State, result: Result, round: int) -> tuple[Message, ClientSnapshot]:
@@ -124,7 +125,7 @@ class FederatedLoop(_Loop):
             module.bytes_up += int(summary["comm/up_bytes"])
             module.bytes_down += int(summary["comm/down_bytes"])
             module.completed_rounds = round + 1
-            module.summary = summary
+            module.summary = {**summary, **module.round_metrics()}
 
     def _hook(self, name: str, *args: Any) -> None:
         """Call a round hook of every callback that has it, and of the module."""

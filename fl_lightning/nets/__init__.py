@@ -10,8 +10,9 @@ from fl_lightning.nets.factorized import (
     factorize,
     factorized_layers,
 )
-from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN
+from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN, WideLeNet
 from fl_lightning.nets.mlp import MLP
+from fl_lightning.nets.thin_resnet import ResNet20, ResNet32, ResNet44, ResNet56
 
 #: The papers' names of the networks; each class without arguments is the network of that name.
 NETS: dict[str, type[FedNet]] = {
@@ -21,6 +22,11 @@ NETS: dict[str, type[FedNet]] = {
     "lenet5": LeNet5,
     "lenet_bn": LeNetBN,
     "lenet5_cifar": LeNet5Cifar,
+    "wide_lenet": WideLeNet,
+    "resnet20": ResNet20,
+    "resnet32": ResNet32,
+    "resnet44": ResNet44,
+    "resnet56": ResNet56,
 }
 
 __all__ = [
@@ -35,7 +41,12 @@ __all__ = [
     "LeNet5",
     "LeNet5Cifar",
     "LeNetBN",
+    "ResNet20",
+    "ResNet32",
+    "ResNet44",
+    "ResNet56",
     "StreamDropout",
+    "WideLeNet",
     "factorize",
     "factorized_layers",
     "noise_shapes",
