@@ -24,6 +24,9 @@ Config = dict[str, Any]
 #: Keys of a cell that do not tell its run from others.
 _NOT_OF_THE_RUN = ("paper", "table", "metric", "value", "std", "unit", "note", "measured")
 
+#: Keys that do not tell lines of one picture from each other.
+_OF_THE_PICTURE = ("dataset", "partition", "method", "model")
+
 
 @cache
 def _read(name: str) -> Any:
@@ -90,6 +93,22 @@ def select(cells: Iterable[Cell], only: Mapping[str, str]) -> list[Cell]:
         asked = " ".join(f"{k}={v}" for k, v in only.items())
         raise FederationError(f"No cell of the table has {asked}: leave a condition out to see more.")
     return chosen
+
+
+def studies(name: str) -> list[dict[str, str]]:
+    """The studies of a table: which key of its cells is varied (``x``), and by which other key (``line``)."""
+    return [
+        study
+        for recipe in recipes()
+        for study in recipe.get("studies", [])
+        if name in {table_name({"paper": paper, **study}) for paper in recipe["papers"]}
+    ]
+
+
+def line_name(cell: Cell) -> str:
+    """A cell's method, with what tells it from others of the same method on the same data."""
+    more = [f"{k} = {v}" for k, v in cell.items() if k not in (*_NOT_OF_THE_RUN, *_OF_THE_PICTURE)]
+    return " ".join([cell["method"], *more])
 
 
 def label(cell: Cell) -> str:
