@@ -149,6 +149,8 @@ class FederatedLoop(_Loop):
             jobs = [Job(module.client_of(n), module.begin(n, message)) for n, message in received.items()]
             with self.trainer.profiler.profile("local_training"), _no_autocast_cache():
                 results = module.engine.train(stage.training or module, federation, jobs, round, steps)
+            if stage.training is None:
+                module.after_training({n: r.state for n, r in zip(received, results, strict=True)}, round)
             yield from zip(received, received.values(), results, strict=True)
 
     def _collect(self, number: int, received: State, result: Result, round: int) -> tuple[Message, ClientSnapshot]:
@@ -188,7 +190,7 @@ class FederatedLoop(_Loop):
             module.tally = module.tally.add(tally)
             module.completed_stages += 1
             if last:
-                module.summary = module.tally.summary()
+                module.summary = {**module.tally.summary(), **module.round_metrics()}
                 module.completed_rounds, module.completed_stages, module.tally = round + 1, 0, Tally()
 
     def _hook(self, name: str, *args: Any) -> None:

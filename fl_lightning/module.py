@@ -189,6 +189,9 @@ class FederatedModule(LightningModule):
             state |= {name: value.to(state[name]) for name, value in self._initial_buffers.items()}
         return {**state, **message, **self.snapshots[client].private}
 
+    def after_training(self, states: Mapping[int, State], round: int) -> None:
+        """Called with the states of a stack of trained clients, to add entries for ``finish`` to them; adds none."""
+
     def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
         """What a trained client sends up, and the private entries that it keeps."""
         return {name: state[name] for name in self.shared_names}, {name: state[name] for name in self.private_names}
@@ -196,6 +199,10 @@ class FederatedModule(LightningModule):
     def aggregate(self, messages: list[Message]) -> State:
         """New values of entries of :attr:`server`; the server's optimizer steps towards them, the others stay."""
         return weighted_mean(messages, message_weights(messages, self.weighting))
+
+    def round_metrics(self) -> dict[str, float]:
+        """What else to log of a round that was just aggregated; nothing."""
+        return {}
 
     def personal_state(self, client: int) -> State:
         """The model that a client is evaluated with, also if it never trained."""

@@ -59,6 +59,23 @@ def distribution(runs: Mapping[str, Runs], path: Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
+def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: str) -> None:
+    """Final accuracy over a setting, mean and standard deviation over seeds; what is no number is a level line."""
+
+    def draw(axes: Any) -> None:
+        for (colour, style), (name, runs) in zip(STYLES, lines.items(), strict=False):
+            final = {x: [result["metrics"]["local_test_acc"] for result in results] for x, results in runs.items()}
+            points = sorted(x for x in final if isinstance(x, int | float))
+            means, spread = [np.mean(final[x]) for x in points], [np.std(final[x]) for x in points]
+            axes.errorbar(points, means, spread, color=colour, linestyle=style, marker="o", capsize=3, label=name)
+            for x in final.keys() - set(points):
+                level = float(np.mean(final[x]))
+                axes.axhline(level, color=colour, linestyle=":", linewidth=1, label=f"{name}, {key} = {x}")
+        axes.set(xlabel=key, ylabel="mean local test accuracy (%)", title=title)
+
+    _picture(draw, path)
+
+
 def _mean(results: Runs, name: str) -> Any:
     return np.mean([result["curves"][name] for result in results], axis=0)
 

@@ -18,7 +18,19 @@ from fl_lightning.cli import figures
 from fl_lightning.cli.cells import cached, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
-from fl_lightning.cli.tables import Cell, Config, beside, config_hash, config_of, is_plain, label, select, table, tables
+from fl_lightning.cli.tables import (
+    Cell,
+    Config,
+    beside,
+    config_hash,
+    config_of,
+    label,
+    line_name,
+    select,
+    studies,
+    table,
+    tables,
+)
 from fl_lightning.errors import FederationError
 
 Measured = dict[str, Any]
@@ -157,17 +169,40 @@ def cells_of(row: Cell) -> Iterator[str]:
 def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
     """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    varied = [study["x"] for study in studies(name)]
     for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
-        results = [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
-        if is_plain(cell) and results:
-            groups.setdefault((cell["dataset"], cell["partition"]), {})[cell["method"]] = results
+        plain = not any(key in cell for key in ("E", "F", "l1_weight", *varied))
+        results = _finished(root, cell, seeds, rounds)
+        if plain and results:
+            groups.setdefault((cell["dataset"], cell["partition"]), {})[line_name(cell)] = results
     folder.mkdir(parents=True, exist_ok=True)
+    for study in studies(name):
+        draw_study(root, name, study, seeds, rounds, folder)
     for (dataset, partition), runs in groups.items():
         stem, title = f"results-{name.replace('/', '-')}-{dataset}-{partition}", f"{dataset}, {partition}"
         figures.curves(runs, folder / f"{stem}.png", title)
         if all("minority" in result["curves"] for results in runs.values() for result in results):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
+
+
+def draw_study(
+    root: Path, name: str, study: dict[str, str], seeds: list[int], rounds: int | None, folder: Path
+) -> None:
+    """Final accuracy over the key that a study varies, one line for each value of another."""
+    lines: dict[str, dict[Any, list[dict[str, Any]]]] = {}
+    for cell in table(name):
+        results = _finished(root, cell, seeds, rounds)
+        if study["x"] in cell and results:
+            lines.setdefault(str(cell[study["line"]]), {})[cell[study["x"]]] = results
+    if lines:
+        path = folder / f"results-{name.replace('/', '-')}-by-{study['x']}.png"
+        figures.study(lines, path, name, study["x"])
+
+
+def _finished(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> list[dict[str, Any]]:
+    """Results of a cell's finished runs."""
+    return [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
 
 
 def write_results(folder: Path, name: str, rows: list[Cell]) -> Path:

@@ -24,8 +24,8 @@ Config = dict[str, Any]
 #: Keys of a cell that do not tell its run from others.
 _NOT_OF_THE_RUN = ("paper", "table", "metric", "value", "std", "unit", "note", "measured")
 
-#: Keys that tell every cell's run.
-_PLAIN = ("dataset", "partition", "method")
+#: Keys that tell every cell's run, and do not tell lines of one picture from each other.
+_PLAIN = ("dataset", "partition", "method", "model")
 
 
 @cache
@@ -96,15 +96,26 @@ def select(cells: Iterable[Cell], only: Mapping[str, str]) -> list[Cell]:
     return chosen
 
 
+def studies(name: str) -> list[dict[str, str]]:
+    """The studies of a table: which key of its cells is varied (``x``), and by which other key (``line``)."""
+    return [
+        study
+        for recipe in recipes()
+        for study in recipe.get("studies", [])
+        if name in {table_name({"paper": paper, **study}) for paper in recipe["papers"]}
+    ]
+
+
+def line_name(cell: Cell) -> str:
+    """A cell's method, with what tells it from others of the same method on the same data."""
+    more = [f"{k} = {v}" for k, v in cell.items() if k not in (*_NOT_OF_THE_RUN, *_PLAIN)]
+    return " ".join([cell["method"], *more])
+
+
 def label(cell: Cell) -> str:
     """A cell in a few words."""
     words = [str(cell[k]) for k in _PLAIN if k in cell]
     return " ".join([*words, *(f"{k}={v}" for k, v in cell.items() if k not in (*_PLAIN, *_NOT_OF_THE_RUN))])
-
-
-def is_plain(cell: Cell) -> bool:
-    """Whether nothing but data, partition and method tells a cell's run from others."""
-    return all(key in (*_PLAIN, *_NOT_OF_THE_RUN) for key in cell)
 
 
 def _covered(recipe: dict[str, Any], cell: Cell) -> bool:

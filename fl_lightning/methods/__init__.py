@@ -2,6 +2,7 @@
 
 from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedbps import FedBPS
 from fl_lightning.methods.fedcluster import FedCluster
 from fl_lightning.methods.fedgn import FedGN
 from fl_lightning.methods.fedgroup import FedGroup
@@ -26,6 +27,7 @@ __all__ = [
     "SCAFFOLD",
     "FeSEM",
     "FedAvg",
+    "FedBPS",
     "FedCluster",
     "FedGN",
     "FedGroup",

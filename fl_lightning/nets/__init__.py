@@ -13,9 +13,10 @@ from fl_lightning.nets.factorized import (
     factorize,
     factorized_layers,
 )
-from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN
+from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN, WideLeNet
 from fl_lightning.nets.lstm import BiLSTM
 from fl_lightning.nets.mlp import MLP
+from fl_lightning.nets.thin_resnet import ResNet20, ResNet32, ResNet44, ResNet56
 
 #: The papers' names of the networks; each class without arguments is the network of that name.
 NETS: dict[str, type[FedNet]] = {
@@ -32,6 +33,11 @@ NETS: dict[str, type[FedNet]] = {
     "dla": DLA,
     "dla_simple": DLASimple,
     "dla_tiny": DLATiny,
+    "wide_lenet": WideLeNet,
+    "resnet20": ResNet20,
+    "resnet32": ResNet32,
+    "resnet44": ResNet44,
+    "resnet56": ResNet56,
 }
 
 __all__ = [
@@ -53,7 +59,12 @@ __all__ = [
     "LeNetBN",
     "MobileNetV2",
     "ResNet18",
+    "ResNet20",
+    "ResNet32",
+    "ResNet44",
+    "ResNet56",
     "StreamDropout",
+    "WideLeNet",
     "factorize",
     "factorized_layers",
     "group_count",
