@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -59,7 +60,7 @@ class FederatedLoop(_Loop):
         if self.trainer.fast_dev_run:
             cohort = cohort[:DEV_CLIENTS]
         self._hook("on_round_start", round, cohort)
-        down, messages, snapshots = 0, [], {}
+        began, down, messages, snapshots = time.perf_counter(), 0, [], {}
         for job, received, result in self._train(cohort, round):
             message, snapshots[job.client] = self._collect(job, received, result, round)
             messages.append(message)
@@ -71,7 +72,8 @@ class FederatedLoop(_Loop):
         left_out = len(messages) - len(kept)
         self._hook("on_before_aggregate", kept)
         counts = {"clients/trained": float(len(kept)), "clients/left_out": float(left_out)}
-        self._commit(round, kept, snapshots, {"train/loss": _mean_loss(kept), **traffic, **counts})
+        times = {"time/clients": time.perf_counter() - began}
+        self._commit(round, kept, snapshots, {"train/loss": _mean_loss(kept), **traffic, **counts, **times})
         self._hook("on_round_end", kept)
 
     def _train(self, cohort: list[int], round: int) -> Iterator[tuple[Job, State, Result]]:
@@ -116,9 +118,10 @@ class FederatedLoop(_Loop):
     def _commit(
         self, round: int, messages: list[Message], snapshots: dict[int, ClientSnapshot], summary: dict[str, float]
     ) -> None:
-        module = self.module
+        module, began = self.module, time.perf_counter()
         with _interrupts_held():
             module.server_step(module.aggregate(messages))
+            summary |= {"time/server": time.perf_counter() - began, **module.report()}
             for message in messages:
                 module.snapshots[message.client] = snapshots[message.client]
             module.bytes_up += int(summary["comm/up_bytes"])

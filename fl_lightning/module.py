@@ -161,6 +161,10 @@ class FederatedModule(LightningModule):
         """New values of the server's shared entries; the server's optimizer steps towards them."""
         return weighted_mean(messages, message_weights(messages, self.weighting))
 
+    def report(self) -> dict[str, float]:
+        """What a method has to say of the aggregate just made, by name, for the round's log; by default nothing."""
+        return {}
+
     def personal_state(self, client: int) -> State:
         """The model that a client is evaluated with, also if it never trained."""
         return {**self.server_state(), **self.snapshots[client].private}

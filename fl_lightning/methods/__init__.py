@@ -2,6 +2,7 @@
 
 from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.feddaf import FedDAF
 from fl_lightning.methods.fedper import FedPer
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.lg_fedavg import LGFedAvg
@@ -17,6 +18,7 @@ __all__ = [
     "QFFL",
     "SCAFFOLD",
     "FedAvg",
+    "FedDAF",
     "FedPer",
     "FedProx",
     "LGFedAvg",
