@@ -3,6 +3,7 @@
 from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.feddaf import FedDAF
+from fl_lightning.methods.fedma import FedMA
 from fl_lightning.methods.fedper import FedPer
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.lg_fedavg import LGFedAvg
@@ -19,6 +20,7 @@ __all__ = [
     "SCAFFOLD",
     "FedAvg",
     "FedDAF",
+    "FedMA",
     "FedPer",
     "FedProx",
     "LGFedAvg",
