@@ -121,13 +121,13 @@ class FederatedLoop(_Loop):
         module, began = self.module, time.perf_counter()
         with _interrupts_held():
             module.server_step(module.aggregate(messages))
-            summary |= {"time/server": time.perf_counter() - began, **module.report()}
+            summary["time/server"] = time.perf_counter() - began
             for message in messages:
                 module.snapshots[message.client] = snapshots[message.client]
             module.bytes_up += int(summary["comm/up_bytes"])
             module.bytes_down += int(summary["comm/down_bytes"])
             module.completed_rounds = round + 1
-            module.summary = summary
+            module.summary = {**summary, **module.round_metrics()}
 
     def _hook(self, name: str, *args: Any) -> None:
         """Call a round hook of every callback that has it, and of the module."""

@@ -161,8 +161,8 @@ class FederatedModule(LightningModule):
         """New values of the server's shared entries; the server's optimizer steps towards them."""
         return weighted_mean(messages, message_weights(messages, self.weighting))
 
-    def report(self) -> dict[str, float]:
-        """What a method has to say of the aggregate just made, by name, for the round's log; by default nothing."""
+    def round_metrics(self) -> dict[str, float]:
+        """What else to log of a round that was just aggregated; nothing."""
         return {}
 
     def personal_state(self, client: int) -> State:

@@ -159,7 +159,7 @@ class FedDAF(FederatedModule):
         """n_k, or 1 for all if clients are weighted uniformly, shape (K,)."""
         return torch.tensor([m.samples if self.weighting == "samples" else 1 for m in messages]).double()
 
-    def report(self) -> dict[str, float]:
+    def round_metrics(self) -> dict[str, float]:
         """Largest weight and effective number of clients, 1 / sum a_k^2; after a fit its components and error."""
         weights = list(self.client_weights.values())
         found = {"fusion/largest": max(weights), "fusion/effective": 1 / sum(w * w for w in weights)}

@@ -164,7 +164,7 @@ class FedMA(FederatedModule):
                 mean[axis.entry] = torch.where(whole > 0, value.double() / whole, reference[axis.entry]).to(value.dtype)
         return mean
 
-    def report(self) -> dict[str, float]:
+    def round_metrics(self) -> dict[str, float]:
         """Share of units that changed places, mean over layers and clients."""
         return {"matching/moved": self._moved / max(1, 1 if self.layerwise else len(self.units))}
 
@@ -175,25 +175,25 @@ class FedMA(FederatedModule):
     # ---- the paper's schedule -----------------------------------------------------------------------------------
 
     @property
-    def stage(self) -> int:
+    def turn(self) -> int:
         """Which layer this round is about; the last stage is that of what comes after all hidden layers."""
         return int(self.trainer.current_epoch) % (len(self.units) + 1) if self.layerwise else 0
 
     def phases(self) -> Sequence[Phase]:
         """Layers that were matched are not trained."""
-        names = [n for n in self.trainable_names if not self.layerwise or self._stages[n] >= self.stage]
+        names = [n for n in self.trainable_names if not self.layerwise or self._stages[n] >= self.turn]
         return [Phase(self.local.epochs, tuple(names))]
 
     def _goes_on(self, client: int) -> bool:
         """Whether a client trained in the round before, on layers that it goes on with."""
-        return self.stage > 0 and self.snapshots[client].last_round == self.trainer.current_epoch - 1
+        return self.turn > 0 and self.snapshots[client].last_round == self.trainer.current_epoch - 1
 
     def message_down(self, client: int) -> State:
         """The model; within a cycle of layers only the layer just matched, and where the client's units went in it."""
         message = super().message_down(client)
         if not (self.layerwise and self._goes_on(client)):
             return message
-        message = {name: value for name, value in message.items() if self._stages[name] == self.stage - 1}
+        message = {name: value for name, value in message.items() if self._stages[name] == self.turn - 1}
         return message | {PLACES: self.places[client]}
 
     def begin(self, client: int, message: State) -> State:
@@ -202,7 +202,7 @@ class FedMA(FederatedModule):
         own = {name.removeprefix(OWN): value for name, value in state.items() if name.startswith(OWN)}
         state = {name: value for name, value in state.items() if name in self._stages}
         if PLACES in message:
-            state |= self.units[self.stage - 1].placed(own, message[PLACES])
+            state |= self.units[self.turn - 1].placed(own, message[PLACES])
         return state
 
     def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
@@ -210,15 +210,15 @@ class FedMA(FederatedModule):
         sent, kept = super().finish(client, state, message)
         if not self.layerwise:
             return sent, kept
-        rest = {OWN + name: value for name, value in sent.items() if self._stages[name] > self.stage}
-        return {name: value for name, value in sent.items() if self._stages[name] == self.stage}, kept | rest
+        rest = {OWN + name: value for name, value in sent.items() if self._stages[name] > self.turn}
+        return {name: value for name, value in sent.items() if self._stages[name] == self.turn}, kept | rest
 
     def _one_layer(self, messages: list[Message]) -> State:
-        stage = self.stage
-        if stage < len(self.units):
-            places, width = self._match(stage, self.server_state(), messages, None)
+        turn = self.turn
+        if turn < len(self.units):
+            places, width = self._match(turn, self.server_state(), messages, None)
             self.places = {m.client: place for m, place in zip(messages, places, strict=True)}
-            messages = self._placed(messages, self.units[stage], places, width)
+            messages = self._placed(messages, self.units[turn], places, width)
         return weighted_mean(messages, message_weights(messages, self.weighting))
 
     # ---- checkpoints ------------------------------------------------------------------------------------------

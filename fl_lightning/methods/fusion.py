@@ -216,9 +216,8 @@ class Fusion:
         rows = torch.from_numpy(rng.choice(len(self.weights), number, p=(self.weights / self.weights.sum()).numpy()))
         q = self.vae.posterior(self.projection(self.observed[rows]))
         m = self.vae.components
-        shape = (number, m, LATENT) if q.z_mean.dim() == 3 else (m, LATENT)
         score, log_u, logistic = (draw(rng, (number, m)) for draw in (_normal, dist.log_uniform, dist.logistic))
-        noise = Noise(score, log_u, logistic, _normal(rng, shape))
+        noise = Noise(score, log_u, logistic, _normal(rng, (number, m, LATENT)))
         b, c = sampled_allocation(q, noise)
         z = q.z_mean + q.z_log_s.exp() * noise.latent
         return self.projection.inverse(self.vae.decode(b, belonging(b, c), z)), rows

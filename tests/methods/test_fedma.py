@@ -387,7 +387,7 @@ def test_a_client_goes_on_from_its_own_upper_layers_in_the_matched_order() -> No
 
     def watched(client: int, message: Any) -> Any:
         state = begin(client, message)
-        if client == 1 and method.stage == 1:
+        if client == 1 and method.turn == 1:
             seen.append({n: v.clone() for n, v in state.items()})
             own = method.snapshots[1].private
             torch.testing.assert_close(state["fc2.weight"][:, order], own[f"{OWN}fc2.weight"])
