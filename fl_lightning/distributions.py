@@ -1,4 +1,4 @@
-"""Distributions of variational factor selection: stick-breaking prior, Kumaraswamy, relaxed Bernoulli, their KLs.
+"""Distributions of variational methods: stick-breaking prior, Kumaraswamy, relaxed Bernoulli, Gaussian, their KLs.
 
 Sampling is split in two: noise is drawn outside, once per epoch and in float64, and a pure function turns it into a
 sample. So a step can be differentiated, stacked over clients and repeated. Probabilities are kept as logarithms where a
@@ -94,6 +94,26 @@ def kl_kumaraswamy_beta(c: Tensor, d: Tensor, alpha: float) -> Tensor:
     """
     spread = (c - alpha) / c * (-EULER - torch.digamma(d) - 1 / d)
     return spread + torch.log(c * d) - math.log(alpha) - (d - 1) / d
+
+
+def kl_normal(mean: Tensor, log_std: Tensor) -> Tensor:
+    """KL(N(mean, std^2) || N(0, 1)), elementwise.
+
+    Example:
+        >>> kl_normal(torch.tensor([0.0, 1.0]), torch.zeros(2))
+        tensor([0.0000, 0.5000])
+    """
+    return 0.5 * (mean**2 + torch.exp(2 * log_std) - 1) - log_std
+
+
+def log_odds(log_p: Tensor) -> Tensor:
+    """Log p - log(1 - p) of probabilities below 1 that are given as logarithms.
+
+    Example:
+        >>> log_odds(torch.tensor([0.5, 0.2]).log()).round(decimals=4)
+        tensor([ 0.0000, -1.3863])
+    """
+    return log_p - torch.log(-torch.expm1(log_p))
 
 
 def log_sticks(log_v: Tensor) -> Tensor:

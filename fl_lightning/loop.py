@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -43,6 +44,8 @@ class Tally:
         left_out: clients whose updates were not finite.
         samples: samples of the trained clients.
         loss: their losses, each times its samples.
+        clients_seconds: time that local training took, with all that belongs to it.
+        server_seconds: time that the aggregate and the server's step took.
     """
 
     up: int = 0
@@ -51,6 +54,8 @@ class Tally:
     left_out: int = 0
     samples: int = 0
     loss: float = 0.0
+    clients_seconds: float = 0.0
+    server_seconds: float = 0.0
 
     def count(self, messages: list[Message], left_out: int) -> Tally:
         """With the clients of a stage."""
@@ -69,6 +74,8 @@ class Tally:
             "comm/down_bytes": float(self.down),
             "clients/trained": float(self.trained),
             "clients/left_out": float(self.left_out),
+            "time/clients": self.clients_seconds,
+            "time/server": self.server_seconds,
         }
 
 
@@ -116,7 +123,7 @@ class FederatedLoop(_Loop):
     def _stage(self, round: int, stage: Stage, last: bool) -> list[Message]:
         """Train a stage's clients and commit what the server makes of their messages, which are returned."""
         self.module.stage = stage
-        down, messages, snapshots = 0, [], {}
+        began, down, messages, snapshots = time.perf_counter(), 0, [], {}
         for number, received, result in self._train(stage, round):
             message, snapshots[number] = self._collect(number, received, result, round)
             messages.append(message)
@@ -127,6 +134,7 @@ class FederatedLoop(_Loop):
         kept = self._finite(messages, snapshots)
         left_out = len(messages) - len(kept)
         self._hook("on_before_aggregate", kept)
+        tally = replace(tally, clients_seconds=time.perf_counter() - began)
         if stage.training is None:
             tally = tally.count(kept, left_out)
         else:
@@ -179,15 +187,16 @@ class FederatedLoop(_Loop):
     def _commit(
         self, round: int, messages: list[Message], snapshots: dict[int, ClientSnapshot], tally: Tally, last: bool
     ) -> None:
-        module = self.module
+        module, began = self.module, time.perf_counter()
         with _interrupts_held():
             module.server_step(module.aggregate(messages))
+            server_seconds = time.perf_counter() - began
             for message in messages:
                 if message.client in snapshots:
                     module.snapshots[message.client] = snapshots[message.client]
             module.bytes_up += tally.up
             module.bytes_down += tally.down
-            module.tally = module.tally.add(tally)
+            module.tally = module.tally.add(replace(tally, server_seconds=server_seconds))
             module.completed_stages += 1
             if last:
                 module.summary = {**module.tally.summary(), **module.round_metrics()}

@@ -1,9 +1,11 @@
 """Callbacks for federated runs."""
 
 from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.callbacks.bias import ParameterBiasCallback
 from fl_lightning.callbacks.clusters import ClustersCallback
 from fl_lightning.callbacks.factors import FactorsCallback
 from fl_lightning.callbacks.fairness import FairnessCallback
+from fl_lightning.callbacks.inferred import InferredDistributionCallback
 from fl_lightning.progress import (
     FederatedRichProgressBar,
     FederatedTQDMProgressBar,
@@ -17,5 +19,7 @@ __all__ = [
     "FederatedCallback",
     "FederatedRichProgressBar",
     "FederatedTQDMProgressBar",
+    "InferredDistributionCallback",
+    "ParameterBiasCallback",
     "federated_progress_bar",
 ]

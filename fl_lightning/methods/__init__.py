@@ -4,8 +4,10 @@ from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbps import FedBPS
 from fl_lightning.methods.fedcluster import FedCluster
+from fl_lightning.methods.feddaf import FedDAF
 from fl_lightning.methods.fedgn import FedGN
 from fl_lightning.methods.fedgroup import FedGroup
+from fl_lightning.methods.fedma import FedMA
 from fl_lightning.methods.fedper import FedPer
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.fesem import FeSEM
@@ -29,8 +31,10 @@ __all__ = [
     "FedAvg",
     "FedBPS",
     "FedCluster",
+    "FedDAF",
     "FedGN",
     "FedGroup",
+    "FedMA",
     "FedPer",
     "FedProx",
     "LGFedAvg",

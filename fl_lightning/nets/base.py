@@ -12,6 +12,7 @@ from typing import Any, Self
 from torch import nn
 
 from fl_lightning.errors import FederationError
+from fl_lightning.nets.units import Units
 
 
 class FedNet(nn.Module):
@@ -36,6 +37,15 @@ class FedNet(nn.Module):
         # Copying and unpickling come here without arguments and then restore the note with the rest of the object.
         net.__dict__["_init_args"] = _bound(cls, args, kwargs)
         return net
+
+    def units(self) -> Sequence[Units] | None:
+        """Hidden units that may change places, from input to output; None if the net is a plain chain of layers.
+
+        A chain's units are derived. Nets with branches declare those inside a block, with
+        :func:`~fl_lightning.nets.units.units_between`, and recurrent ones theirs with
+        :func:`~fl_lightning.nets.units.recurrent_units`. What lies on a residual stream or in a concatenation stays.
+        """
+        return None
 
     @property
     def spec(self) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def test_schedules_are_named_by_class_or_by_any_import_path() -> None:
 
 #: Options without which a method cannot be made, or not with the quickstart's learning rate.
 NEEDED = {
+    "FedDAF": ["--model.feature_stats=true", "--model.warmup=1", "--model.fit_steps=10"],
     "PFedMe": ["--model.lr=0.05"],
     "WAFFLe": ['--model.factors={"fc1": 8}'],
     "WAFFLeL1": ['--model.factors={"fc1": 8}'],

@@ -1,0 +1,90 @@
+"""How far the statistics of the federated model lie from those of a centrally trained one."""
+
+from __future__ import annotations
+
+import csv
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from fl_lightning.callbacks.central import CentralCallback, some_tests
+from fl_lightning.errors import FederationError
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets.norms import norm_layers
+from fl_lightning.statistics import (
+    STATISTICS,
+    LayerStatistics,
+    measured_statistics,
+    model_statistics,
+    without_running,
+)
+from fl_lightning.wire import State
+
+#: Test samples on which the statistics of layers that keep none are measured.
+SAMPLES = 2000
+
+
+class ParameterBiasCallback(CentralCallback):
+    """Mean absolute error of mu, sigma, beta and gamma against a central model, at the end of a fit.
+
+    Written to ``parameter_bias.csv`` in the log folder: one row for every layer and statistic, for every statistic over
+    all layers, and for all together. Both models start from the same weights; else their units would be in different
+    places. Layers without running statistics are measured on up to 2,000 test samples.
+
+    Attributes:
+        bias: by statistic, and under ``all``.
+        by_layer: by layer and statistic.
+
+    Args:
+        central: file of the central model; None keeps it as ``central.pt`` in ``folder``.
+        folder: where the table is written; None means the Trainer's log folder.
+    """
+
+    def __init__(self, central: str | None = None, folder: str | None = None) -> None:
+        super().__init__(central, folder)
+        self.bias: dict[str, float] = {}
+        self.by_layer: dict[str, dict[str, float]] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse nets that have nothing to compare."""
+        super().setup(trainer, pl_module, stage)
+        assert isinstance(pl_module, FederatedModule)
+        if not norm_layers(pl_module.net):
+            name = type(pl_module.net).__name__
+            raise FederationError(f"{name} has no normalisation layers whose parameters could be compared.")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Train the central model, compare, write the table."""
+        if trainer.fast_dev_run or not self.samples:  # type: ignore[attr-defined]
+            return
+        assert isinstance(pl_module, FederatedModule)
+        central = self.central_state(trainer, pl_module)
+        own, other = (all_statistics(pl_module, state) for state in (pl_module.server_state(), central))
+        errors = {layer: {k: (v - other[layer][k]).abs() for k, v in found.items()} for layer, found in own.items()}
+        self.by_layer = {layer: {k: float(v.mean()) for k, v in found.items()} for layer, found in errors.items()}
+        parts = {k: [found[k] for found in errors.values() if k in found] for k in STATISTICS}
+        self.bias = {k: float(torch.cat(values).mean()) for k, values in parts.items() if values}
+        self.bias["all"] = float(torch.cat([v for values in parts.values() for v in values]).mean())
+        self._write(trainer, parts)
+
+    def _write(self, trainer: Trainer, parts: dict[str, list[Tensor]]) -> None:
+        path = self.out(trainer) / "parameter_bias.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["layer", "statistic", "mean absolute error"])
+            for layer, found in self.by_layer.items():
+                writer.writerows([layer, statistic, f"{value:.6g}"] for statistic, value in found.items())
+            writer.writerows(["all", statistic, f"{value:.6g}"] for statistic, value in self.bias.items())
+        rank_zero_info(f"Parameter bias {self.bias['all']:.4g}: {path}")
+
+
+def all_statistics(module: FederatedModule, state: State) -> LayerStatistics:
+    """The statistics of a model's normalisation layers, those that it does not hold measured on test samples."""
+    found, missing = model_statistics(module.net, state), without_running(module.net)
+    if missing:
+        index = some_tests(module, SAMPLES)
+        for layer, own in measured_statistics(module, state, module.federation, index, missing).items():
+            found[layer] = {**own, **found[layer]}
+    return found

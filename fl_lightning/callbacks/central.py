@@ -1,0 +1,141 @@
+"""A model trained on everybody's data at once, to compare the federated one with."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.engine import Job, make_engine
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import ClientIndex, Federation
+from fl_lightning.module import FederatedModule
+from fl_lightning.wire import Message, State
+
+FILE = "central.pt"
+
+
+class CentralCallback(Callback):
+    """What callbacks share that compare with a central model.
+
+    It starts from the same weights, is trained with the clients' settings and makes as many passes over all training
+    data as the clients together made over theirs. It is trained when the fit is over, which takes as long as the
+    clients' training did, kept in a file, and used again by whoever asks for the same one: several methods are then
+    compared with one model.
+
+    Args:
+        central: file of the central model; None keeps it as ``central.pt`` in ``folder``.
+        folder: where results are written; None means the Trainer's log folder.
+    """
+
+    def __init__(self, central: str | None = None, folder: str | None = None) -> None:
+        self.path, self.folder = central, folder
+        self.initial: State = {}
+        self.samples = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what is not federated."""
+        if not isinstance(pl_module, FederatedModule):
+            raise FederationError(f"{type(self).__name__} needs a federated method, not {type(pl_module).__name__}.")
+        if stage == "fit":
+            self.initial, self.samples = {}, 0  # a run that is resumed gets its own back
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember the initial weights; a run that is resumed has them in its checkpoint."""
+        if not self.initial:
+            assert isinstance(pl_module, FederatedModule)
+            self.initial = {name: value.clone() for name, value in pl_module.server_state().items()}
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """Count the samples that clients trained on."""
+        self.samples += sum(message.samples for message in messages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Initial weights and count."""
+        return {"initial": dict(self.initial), "samples": self.samples}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.initial, self.samples = dict(state_dict["initial"]), int(state_dict["samples"])
+
+    def out(self, trainer: Trainer) -> Path:
+        """The folder for results, made if it is not there."""
+        folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def central_state(self, trainer: Trainer, module: FederatedModule) -> State:
+        """The central model, from its file if that is of the same run, else trained and written there."""
+        federation = module.federation
+        rounds = round(self.samples / len(federation.train.flat))
+        path = self.out(trainer) / FILE if self.path is None else Path(self.path)
+        key = _key(module, self.initial, rounds)
+        if path.exists():
+            saved = torch.load(path, map_location=module.device, weights_only=True)
+            if saved["key"] == key:
+                return dict(saved["state"])
+        rank_zero_info(f"Training the central model: {rounds} times {module.local.epochs} epochs on all data.")
+        state = train_centrally(module, self.initial, federation, rounds)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"key": key, "state": state}, path)
+        return state
+
+
+def train_centrally(module: FederatedModule, initial: State, federation: Federation, rounds: int) -> State:
+    """Train a model on the training data of all clients together, with the clients' settings.
+
+    Args:
+        module: the method, for its net and the clients' settings.
+        initial: the weights to start from.
+        federation: the data.
+        rounds: how often ``module.local.epochs`` passes are made.
+    """
+    settings = asdict(module.local)
+    central = FederatedModule(copy.deepcopy(module.net), engine="sequential", seed=module.seed, **settings)  # type: ignore[arg-type]
+    central = central.to(module.device)
+    pooled, engine = pool(federation), make_engine("sequential")
+    state = {name: value.to(module.device) for name, value in initial.items()}
+    with torch.inference_mode(False), torch.enable_grad():
+        for number in range(rounds):
+            state = engine.train(central, pooled, [Job(0, state)], number)[0].state
+    return {name: value.detach() for name, value in state.items()}
+
+
+def pool(federation: Federation) -> Federation:
+    """The same data with one client that owns all of it."""
+    train, test = (
+        ClientIndex(index.flat, torch.tensor([0, len(index.flat)])) for index in (federation.train, federation.test)
+    )
+    return replace(federation, train=train, test=test, val=None, label_maps=None, meta={})
+
+
+def some_tests(module: FederatedModule, number: int) -> Tensor:
+    """Numbers of up to so many test samples, always the same: of the global test set if there is one."""
+    federation = module.federation
+    index = federation.test.flat if federation.global_test is None else federation.global_test
+    order = seeding.permutation(seeding.stream(module.seed, "compare"), len(index))
+    return index[order[:number].to(index.device)]
+
+
+def _key(module: FederatedModule, initial: State, rounds: int) -> str:
+    """What makes two central models the same: data, settings, initial weights, passes."""
+    told = {
+        "data": module.datamodule.fingerprint,
+        "local": asdict(module.local),
+        "seed": module.seed,
+        "rounds": rounds,
+        "entries": sorted(initial),
+    }
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for name in sorted(initial):
+        digest.update(initial[name].double().cpu().numpy().tobytes())
+    return digest.hexdigest()

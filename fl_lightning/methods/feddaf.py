@@ -1,0 +1,195 @@
+"""FedDAF ("Federated Learning with Data-Agnostic Distribution Fusion"): weights from normalisation statistics."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import seeding
+from fl_lightning.errors import FederationError
+from fl_lightning.methods.factorized import choice
+from fl_lightning.methods.fusion import Basis, Fusion, capped, fusion_weights
+from fl_lightning.methods.fusion_vae import Posterior, belonging, expected_allocation, sampled_allocation
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.nets.norms import add_norms, feature_layers, norm_layers
+from fl_lightning.persistence import KEY
+from fl_lightning.statistics import STATISTICS, measured_statistics, model_statistics, without_running
+from fl_lightning.wire import Message, State, weighted_mean
+
+#: Prefix of the measured statistics in an up message.
+MEASURED = "statistics."
+
+
+class FedDAF(FederatedModule):
+    """FedAvg whose weights come from what the clients' normalisation layers say of their data.
+
+    A client's statistics d_k = (mu, sigma, beta, gamma) describe its distribution. From time to time the server fits a
+    variational autoencoder to the d_k of all clients, which allocates each to some of M virtual components; a client's
+    weight is its share of the components it belongs to (:func:`~fl_lightning.methods.fusion.fusion_weights`).
+
+    BatchNorm's statistics travel inside the model. GroupNorm and LayerNorm keep none, and neither do bare features
+    (``feature_stats``): clients measure them with their trained model in rounds in which the server refits, and send
+    them beside the model, under names that begin with ``statistics.``.
+
+    Between refits a client's weight stays the same multiple of its FedAvg weight, so that those present share what the
+    absent leave. Clients that were in no refit have their FedAvg weight.
+
+    Args:
+        net: the network.
+        components: virtual components at first, M; never more than there are clients.
+        warmup: rounds of plain FedAvg before the first fit.
+        refit_every: rounds between two fits.
+        fit_steps: steps of Adam per fit.
+        weights: use the posterior's means (``expected``) or one draw per refit (``sampled``).
+        latents: components' latents are ``shared`` by the clients, or inferred for each (``per_client``).
+        basis: principal axes of later refits: ``aligned`` to the old ones, ``frozen``, or ``refitted``.
+        adaptive: delete components that hardly anybody belongs to.
+        cap: no client weighs more than this many times 1/K; None does not cap.
+        add_norm: put normalisation layers into a net that has none.
+        feature_stats: describe clients by mean and deviation of features instead of normalisation layers.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    def __init__(
+        self,
+        net: FedNet,
+        components: int = 10,
+        warmup: int = 5,
+        refit_every: int = 5,
+        fit_steps: int = 500,
+        weights: Literal["expected", "sampled"] = "expected",
+        latents: Literal["shared", "per_client"] = "shared",
+        basis: Basis = "aligned",
+        adaptive: bool = True,
+        cap: float | None = 5.0,
+        add_norm: bool = False,
+        feature_stats: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        whole: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
+        _check_net(whole, add_norm, feature_stats)
+        super().__init__(add_norms(whole) if add_norm else whole, **kwargs)  # type: ignore[arg-type]
+        for name, value, least in (
+            ("components", components, 1),
+            ("warmup", warmup, 0),
+            ("refit_every", refit_every, 1),
+            ("fit_steps", fit_steps, 1),
+        ):
+            if value < least:
+                raise FederationError(f"{name} must be {least} or more, not {value}.")
+        if cap is not None and not cap >= 1:
+            raise FederationError(f"cap must be 1 or more, as weights have a mean of 1/K, not {cap}.")
+        if self.buffers_policy == "keep":
+            raise FederationError("FedDAF reads running statistics from the messages: buffers must not be keep.")
+        choice("latents", latents, ("shared", "per_client"))
+        self.weights = choice("weights", weights, ("expected", "sampled"))
+        self.warmup, self.refit_every, self.cap, self.feature_stats = warmup, refit_every, cap, feature_stats
+        basis = choice("basis", basis, ("aligned", "frozen", "refitted"))
+        self.fusion = Fusion(components, latents == "shared", fit_steps, basis, adaptive)
+        #: Weight of a client as a multiple of its FedAvg weight.
+        self.multiples: dict[int, float] = {}
+        #: Weights of the last round's clients.
+        self.client_weights: dict[int, float] = {}
+
+    def refits(self, round: int) -> bool:
+        """Whether the server fits its autoencoder in a round."""
+        return round >= self.warmup and (round - self.warmup) % self.refit_every == 0
+
+    # ---- what describes a client ------------------------------------------------------------------------------
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        """The trained model, and in rounds of refit what has to be measured on the client's data."""
+        sent, kept = super().finish(client, state, message)
+        layers = list(feature_layers(self.net)) if self.feature_stats else without_running(self.net)
+        if not layers or not self.refits(self.trainer.current_epoch):
+            return sent, kept
+        index = self.federation.train[client]
+        of: Literal["input", "output"] = "output" if self.feature_stats else "input"
+        found = measured_statistics(self, state, self.federation, index, layers, of)
+        named = {f"{MEASURED}{layer}.{kind}": value for layer, own in found.items() for kind, value in own.items()}
+        return sent | {name: value.to(self.compute_dtype) for name, value in named.items()}, kept
+
+    def describe(self, tensors: State) -> Tensor:
+        """d_k of an up message, float64, shape (D,): layer by layer mu, sigma, beta, gamma as far as there are any."""
+        layers = {} if self.feature_stats else model_statistics(self.net, tensors)
+        for name, value in tensors.items():
+            if name.startswith(MEASURED):
+                layer, _, kind = name.removeprefix(MEASURED).rpartition(".")
+                layers.setdefault(layer, {})[kind] = value.double()
+        return torch.cat([own[kind] for own in layers.values() for kind in STATISTICS if kind in own]).cpu()
+
+    # ---- the server -------------------------------------------------------------------------------------------
+
+    def aggregate(self, messages: list[Message]) -> State:
+        """The mean under the fusion weights, which are inferred anew when it is time."""
+        if self.refits(self.trainer.current_epoch) and len(messages) > 1:
+            self.multiples |= self._infer(messages)
+        multiples = torch.tensor([self.multiples.get(m.client, 1.0) for m in messages], dtype=torch.float64)
+        weights = self._sizes(messages) * multiples
+        weights /= weights.sum()
+        if self.cap is not None and self.multiples:
+            weights = capped(weights, self.cap / len(messages))
+        self.client_weights = {m.client: float(w) for m, w in zip(messages, weights, strict=True)}
+        return weighted_mean(messages, weights.tolist(), self.shared_names)
+
+    def _infer(self, messages: list[Message]) -> dict[int, float]:
+        """Refit; the weights of the clients that sent the messages, as multiples of their FedAvg weights."""
+        clients, round = [m.client for m in messages], self.trainer.current_epoch
+        rngs = {client: seeding.stream(self.seed, "fusion", round, client) for client in clients}
+        rngs[-1] = seeding.stream(self.seed, "fusion.server", round)
+        posterior = self.fusion.refit(torch.stack([self.describe(m.tensors) for m in messages]), clients, rngs)
+        sizes = self._sizes(messages)
+        self.fusion.weights, _ = fusion_weights(*self._allocation(posterior, clients), sizes)
+        ratios = self.fusion.weights / (sizes / sizes.sum())
+        return {client: float(ratio) for client, ratio in zip(clients, ratios, strict=True)}
+
+    def _allocation(self, posterior: Posterior, clients: list[int]) -> tuple[Tensor, Tensor]:
+        if self.weights == "expected":
+            b, c = expected_allocation(posterior)
+        else:
+            round = self.trainer.current_epoch
+            rngs = [seeding.stream(self.seed, "fusion.draw", round, client) for client in clients]
+            b, c = sampled_allocation(posterior, self.fusion.draw(rngs, rngs[0], 1).at(0))
+        return b, belonging(b, c)
+
+    def _sizes(self, messages: list[Message]) -> Tensor:
+        """n_k, or 1 for all if clients are weighted uniformly, shape (K,)."""
+        return torch.tensor([m.samples if self.weighting == "samples" else 1 for m in messages]).double()
+
+    def round_metrics(self) -> dict[str, float]:
+        """Largest weight and effective number of clients, 1 / sum a_k^2; after a fit its components and error."""
+        weights = list(self.client_weights.values())
+        found = {"fusion/largest": max(weights), "fusion/effective": 1 / sum(w * w for w in weights)}
+        if self.fusion.vae is not None:
+            found |= {"fusion/components": self.fusion.vae.components, "fusion/error": self.fusion.errors[1]}
+        return found
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The autoencoder, whose size changes, is kept beside the model."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[KEY]["fusion"] = {**self.fusion.state_dict(), "multiples": dict(self.multiples)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Bring it back."""
+        super().on_load_checkpoint(checkpoint)
+        saved = checkpoint[KEY]["fusion"]
+        self.fusion.load_state_dict(saved)
+        self.multiples = {int(client): float(value) for client, value in saved["multiples"].items()}
+
+
+def _check_net(net: nn.Module, add_norm: bool, feature_stats: bool) -> None:
+    name = type(net).__name__
+    if add_norm and feature_stats:
+        raise FederationError("FedDAF reads either normalisation layers or features: set add_norm or feature_stats.")
+    if feature_stats and not feature_layers(net):
+        raise FederationError(f"{name} has no hidden layer whose features FedDAF could describe: use another net.")
+    if not (add_norm or feature_stats or norm_layers(net)):
+        raise FederationError(
+            f"FedDAF reads statistics of normalisation layers and {name} has none: take a net that has some, such as "
+            "LeNetBN, or set add_norm=True or feature_stats=True."
+        )

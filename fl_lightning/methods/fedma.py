@@ -1,0 +1,264 @@
+"""FedMA (Wang et al., 2020, "Federated Learning with Matched Averaging"): hidden units are matched, then averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.engine import Phase, entries
+from fl_lightning.errors import FederationError
+from fl_lightning.methods.factorized import choice
+from fl_lightning.methods.matching import Matching
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.nets.units import Units, chain_units, check_units, resize
+from fl_lightning.persistence import KEY
+from fl_lightning.wire import Message, State, message_weights, weighted_mean
+
+#: Layers may grow to this many times the width they began with.
+GROWTH = 2
+#: Prefix of the layers that a client trains on until they are matched, and the entry that says where its units went.
+OWN, PLACES = "own.", "matching.places"
+
+
+class FedMA(FederatedModule):
+    """FedAvg over units that correspond: each client's hidden units are brought into a common order first.
+
+    From input to output, the units of a layer are described by the weights that make them and matched
+    (:class:`~fl_lightning.methods.matching.Matching`), starting from those of the model that was sent out. All tensors
+    that hold something of a unit move with it (:class:`~fl_lightning.nets.units.Units`), then the models are averaged.
+
+    The paper's own schedule (``layerwise``) takes a round per layer: the server matches one layer, clients take it over
+    as it is and train on those above, which stay their own until it is their turn.
+
+    Args:
+        net: the network; a chain of layers, or one that declares its units.
+        mode: ``fixed_width`` only permutes units; ``grow`` may add some, up to twice a layer's width.
+        layerwise: match one layer per round and freeze it until the others have been matched.
+        sigma: standard deviation of a client's unit around the matched one.
+        sigma0: standard deviation of matched units around zero.
+        gamma0: how readily units are added.
+        sweeps: how often every client is matched anew.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    def __init__(
+        self,
+        net: FedNet,
+        mode: Literal["fixed_width", "grow"] = "fixed_width",
+        layerwise: bool = False,
+        sigma: float = 1.0,
+        sigma0: float = 1.0,
+        gamma0: float = 7.0,
+        sweeps: int = 5,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, **kwargs)
+        self.mode = choice("mode", mode, ("fixed_width", "grow"))
+        for name, value in (("sigma", sigma), ("sigma0", sigma0), ("gamma0", gamma0)):
+            if not value > 0:
+                raise FederationError(f"{name} must be greater than 0, not {value}.")
+        if sweeps < 0:
+            raise FederationError(f"sweeps must be 0 or more, not {sweeps}.")
+        if mode == "grow" and (layerwise or self.server_optimizer is not None or self.buffers_policy != "average"):
+            raise FederationError(
+                "mode='grow' changes the net's shapes: leave out layerwise, server_optimizer and buffers."
+            )
+        if self.buffers_policy == "keep":
+            raise FederationError("FedMA moves running statistics with their units: buffers must not be keep.")
+        self.layerwise, self.matching = layerwise, Matching(sigma, sigma0, gamma0, sweeps)
+        self.units: list[Units] = []
+        #: Widths that the layers began with.
+        self.widths: list[int] = []
+        #: Where the units of the layer matched last went, by client.
+        self.places: dict[int, Tensor] = {}
+        self._stages: dict[str, int] = {}
+        self._moved = 0.0
+
+    # ---- the net's units --------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Find the net's units, once a checkpoint has given it its shapes."""
+        super().on_fit_start()
+        federation = self.federation
+        x = federation.features(federation.inputs[federation.train.flat[:2]], self.compute_dtype).to(self.device)
+        declare = getattr(self.net, "units", None)  # any module may have it
+        declared = declare() if callable(declare) else None
+        self.units = chain_units(self.net, x) if declared is None else list(declared)
+        check_units(self.net, lambda s, x: self.call(s, x, training=False)[0], self.server_state(), x, self.units)
+        self.widths = self.widths or [units.width for units in self.units]
+        if self.mode == "grow" and not all(units.fills(self.server_state()) for units in self.units):
+            raise FederationError(
+                f"mode='grow' needs units that take whole dimensions, which those of {type(self.net).__name__} do not: "
+                "use fixed_width."
+            )
+        self._stages = stages_of(list(entries(self.net)), self.units)
+
+    # ---- a round ----------------------------------------------------------------------------------------------
+
+    def aggregate(self, messages: list[Message]) -> State:
+        """Match the units, layer by layer, and average what corresponds."""
+        self._moved = 0.0
+        if self.layerwise:
+            return self._one_layer(messages)
+        reference, masks = self.server_state(), []
+        for number, units in enumerate(self.units):
+            most = GROWTH * self.widths[number] if self.mode == "grow" else None
+            places, width = self._match(number, reference, messages, most)
+            messages = self._placed(messages, units, places, width)
+            if width > units.width:
+                reference = units.placed(reference, torch.arange(units.width), width)
+            masks.append(torch.stack([torch.zeros(width).index_fill(0, place, 1.0) for place in places]))
+            self.units[number] = replace(units, width=width)
+        mean = super().aggregate(messages)
+        if self.mode == "grow":
+            mean = self._renormalised(mean, reference, messages, masks)
+            resize(self.net, mean)
+            self.__dict__["_functional"] = None
+        return mean
+
+    def _match(
+        self, number: int, reference: State, messages: list[Message], most: int | None
+    ) -> tuple[list[Tensor], int]:
+        """Where each client's units of one layer go."""
+        units = self.units[number]
+        rng = seeding.stream(self.seed, "matching", self.trainer.current_epoch, number)
+        sent = messages[0].tensors.keys()
+        first = units.describe({name: value for name, value in reference.items() if name in sent})
+        rows = [units.describe(m.tensors).cpu().numpy() for m in messages]
+        places, width = self.matching(first.cpu().numpy(), rows, rng, most)
+        self._moved += sum(float(np.mean(place != np.arange(units.width))) for place in places) / len(places)
+        return [torch.from_numpy(place) for place in places], width
+
+    @staticmethod
+    def _placed(messages: list[Message], units: Units, places: list[Tensor], width: int) -> list[Message]:
+        return [
+            replace(m, tensors=units.placed(m.tensors, place, width)) for m, place in zip(messages, places, strict=True)
+        ]
+
+    def _renormalised(self, mean: State, reference: State, messages: list[Message], masks: list[Tensor]) -> State:
+        """A unit's own entries as means over the clients that have it; one that nobody has stays as it was sent.
+
+        What reads a unit is zero for clients that do not have it, and stays in the mean as that: the averaged layer
+        then puts out the average of what the clients' layers put out.
+        """
+        weights = torch.tensor(message_weights(messages, self.weighting), dtype=torch.float64)
+        for units, mask in zip(self.units, masks, strict=True):
+            share = weights @ mask.double()
+            for axis in units.axes:
+                value = mean[axis.entry]
+                if axis.role == "use" or not value.is_floating_point():
+                    continue
+                whole = torch.ones(value.shape[axis.dim], dtype=torch.float64)
+                positions = axis.positions(units.width)
+                whole[positions.flatten()] = share.repeat_interleave(positions.shape[1])
+                shape = [1] * value.dim()
+                shape[axis.dim] = -1
+                whole = whole.view(shape).to(value.device)
+                mean[axis.entry] = torch.where(whole > 0, value.double() / whole, reference[axis.entry]).to(value.dtype)
+        return mean
+
+    def round_metrics(self) -> dict[str, float]:
+        """Share of units that changed places, mean over layers and clients."""
+        return {"matching/moved": self._moved / max(1, 1 if self.layerwise else len(self.units))}
+
+    def personal_state(self, client: int) -> State:
+        """The server's model for everyone."""
+        return self.server_state()
+
+    # ---- the paper's schedule -----------------------------------------------------------------------------------
+
+    @property
+    def turn(self) -> int:
+        """Which layer this round is about; the last stage is that of what comes after all hidden layers."""
+        return int(self.trainer.current_epoch) % (len(self.units) + 1) if self.layerwise else 0
+
+    def phases(self) -> Sequence[Phase]:
+        """Layers that were matched are not trained."""
+        names = [n for n in self.trainable_names if not self.layerwise or self._stages[n] >= self.turn]
+        return [Phase(self.local.epochs, tuple(names))]
+
+    def _goes_on(self, client: int) -> bool:
+        """Whether a client trained in the round before, on layers that it goes on with."""
+        return self.turn > 0 and self.snapshots[client].last_round == self.trainer.current_epoch - 1
+
+    def message_down(self, client: int) -> State:
+        """The model; within a cycle of layers only the layer just matched, and where the client's units went in it."""
+        message = super().message_down(client)
+        if not (self.layerwise and self._goes_on(client)):
+            return message
+        message = {name: value for name, value in message.items() if self._stages[name] == self.turn - 1}
+        return message | {PLACES: self.places[client]}
+
+    def begin(self, client: int, message: State) -> State:
+        """The received model, with the layers that the client goes on with, brought into the matched order."""
+        state = super().begin(client, message)
+        own = {name.removeprefix(OWN): value for name, value in state.items() if name.startswith(OWN)}
+        state = {name: value for name, value in state.items() if name in self._stages}
+        if PLACES in message:
+            state |= self.units[self.turn - 1].placed(own, message[PLACES])
+        return state
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        """The model; within a cycle only the layer that is to be matched, and those above stay with the client."""
+        sent, kept = super().finish(client, state, message)
+        if not self.layerwise:
+            return sent, kept
+        rest = {OWN + name: value for name, value in sent.items() if self._stages[name] > self.turn}
+        return {name: value for name, value in sent.items() if self._stages[name] == self.turn}, kept | rest
+
+    def _one_layer(self, messages: list[Message]) -> State:
+        turn = self.turn
+        if turn < len(self.units):
+            places, width = self._match(turn, self.server_state(), messages, None)
+            self.places = {m.client: place for m, place in zip(messages, places, strict=True)}
+            messages = self._placed(messages, self.units[turn], places, width)
+        return weighted_mean(messages, message_weights(messages, self.weighting))
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the widths that layers began with, and where units went."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[KEY]["matching"] = {"widths": list(self.widths), "places": dict(self.places)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Bring them back; layers that grew grow again."""
+        if self.mode == "grow":
+            prefix = "net."
+            saved = checkpoint["state_dict"].items()
+            resize(self.net, {name.removeprefix(prefix): value for name, value in saved if name.startswith(prefix)})
+            self.__dict__["_functional"] = None
+        super().on_load_checkpoint(checkpoint)
+        matching = checkpoint[KEY]["matching"]
+        self.widths = list(matching["widths"])
+        self.places = {int(client): place for client, place in matching["places"].items()}
+
+
+def stages_of(names: Sequence[str], units: Sequence[Units]) -> dict[str, int]:
+    """The round of a cycle in which each entry is matched and averaged.
+
+    An entry goes with the last units it makes; one that only reads units goes with the next stage, and one that has to
+    do with none with the entry before it.
+
+    Args:
+        names: the net's entries, in order.
+        units: the net's units, in order.
+    """
+    makes: dict[str, int] = {}
+    reads: dict[str, int] = {}
+    for number, group in enumerate(units):
+        for axis in group.axes:
+            (reads if axis.role == "use" else makes)[axis.entry] = number
+    stages: dict[str, int] = {}
+    before = 0
+    for name in names:
+        before = makes[name] if name in makes else reads[name] + 1 if name in reads else before
+        stages[name] = before
+    return stages

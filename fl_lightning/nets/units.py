@@ -1,0 +1,271 @@
+"""Hidden units that may change places: which tensors hold them, along which dimension.
+
+The units of a hidden layer can be permuted without changing what a net computes, if every tensor that holds something
+of them is permuted alike: the rows that make them, their normalisation, and the columns of whoever reads them. A net
+declares its units in ``FedNet.units``; those of plain chains of layers are derived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fl_lightning.errors import FederationError
+from fl_lightning.nets.norms import CONVOLUTIONS, NORMS, RECURRENT
+
+#: What an entry is to the units: it makes and describes them (own), belongs to them without describing them (state), or
+#: reads them (use).
+Role = Literal["own", "state", "use"]
+#: Rows of a recurrent layer per unit.
+GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where the units lie in one entry: unit u at offset + (g * width + u) * inner + r for g < outer, r < inner.
+
+    Args:
+        entry: name of the parameter or buffer.
+        dim: its dimension along which the units lie.
+        role: what the entry is to the units.
+        outer: how often all units are repeated, such as once for each gate of an LSTM.
+        inner: positions that each unit takes in a row, such as the height times width of a flattened feature map.
+        offset: where the first unit lies, if other units come before.
+    """
+
+    entry: str
+    dim: int
+    role: Role
+    outer: int = 1
+    inner: int = 1
+    offset: int = 0
+
+    def positions(self, width: int) -> Tensor:
+        """Positions of each of ``width`` units, shape (width, outer * inner)."""
+        whole = torch.arange(self.outer * width * self.inner).view(self.outer, width, self.inner)
+        return self.offset + whole.transpose(0, 1).reshape(width, -1)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Units that may change places among each other.
+
+    Args:
+        name: how they are called in messages.
+        width: how many there are.
+        axes: every place that holds something of them.
+    """
+
+    name: str
+    width: int
+    axes: tuple[Axis, ...]
+
+    def describe(self, state: Mapping[str, Tensor]) -> Tensor:
+        """One row per unit: all that its own entries hold of it, float64, shape (width, numbers)."""
+        rows = []
+        for axis in self.axes:
+            if axis.role == "own" and axis.entry in state:
+                value = state[axis.entry].double().movedim(axis.dim, 0)
+                rows.append(value[axis.positions(self.width).flatten().to(value.device)].reshape(self.width, -1))
+        return torch.cat(rows, 1)
+
+    def placed(self, state: Mapping[str, Tensor], place: Tensor, width: int | None = None) -> dict[str, Tensor]:
+        """The state with unit u moved to place[u], among ``width`` places; places that nobody takes hold zeros."""
+        width, moved = self.width if width is None else width, dict(state)
+        for axis in self.axes:
+            if axis.entry in state:
+                value = moved[axis.entry]
+                source = axis.positions(self.width).flatten().to(value.device)
+                target = axis.positions(width)[place.cpu()].flatten().to(value.device)
+                shape = list(value.shape)
+                shape[axis.dim] += axis.outer * axis.inner * (width - self.width)
+                start = value.clone() if width == self.width else value.new_zeros(shape)
+                moved[axis.entry] = start.index_copy_(axis.dim, target, value.index_select(axis.dim, source))
+        return moved
+
+    def fills(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether the units take whole dimensions, so that there can be more of them."""
+        return all(
+            axis.offset == 0 and axis.outer * axis.inner * self.width == state[axis.entry].shape[axis.dim]
+            for axis in self.axes
+        )
+
+
+def units_between(net: nn.Module, makers: Sequence[str], readers: Sequence[str], name: str | None = None) -> Units:
+    """The units that the first of ``makers`` puts out, other makers change one by one, and ``readers`` read.
+
+    Args:
+        net: the network.
+        makers: names of layers: a convolution or dense layer, then its normalisation and depthwise convolutions.
+        readers: names of the convolutions and dense layers that take them in.
+        name: how the units are called; the first maker's name unless given.
+
+    Example:
+        >>> from fl_lightning.nets import LeNetBN
+        >>> units = units_between(LeNetBN(), ["conv2", "bn2"], ["fc1"])
+        >>> units.width, [(axis.entry, axis.inner) for axis in units.axes if axis.role == "use"]
+        (16, [('fc1.weight', 25)])
+    """
+    first: Any = net.get_submodule(makers[0])
+    width = int(first.weight.shape[0])
+    axes = [axis for maker in makers for axis in _maker_axes(net.get_submodule(maker), maker, width)]
+    for reader in readers:
+        taker: Any = net.get_submodule(reader)
+        inputs = int(taker.weight.shape[1])
+        if inputs % width:
+            raise FederationError(f"{reader} reads {inputs} inputs, which are not {width} units of {makers[0]}.")
+        axes.append(Axis(f"{reader}.weight", 1, "use", inner=inputs // width))
+    return Units(name or makers[0], width, tuple(axes))
+
+
+def _maker_axes(layer: Any, name: str, width: int) -> list[Axis]:
+    parts = [("weight", "own"), ("bias", "own"), ("running_mean", "state"), ("running_var", "state")]
+    axes: list[Axis] = []
+    for part, role in parts:
+        value = getattr(layer, part, None)
+        if value is not None:
+            inner = value.shape[0] // width if value.dim() == 1 else 1
+            axes.append(Axis(f"{name}.{part}", 0, role, inner=inner))  # type: ignore[arg-type]
+    return axes
+
+
+def recurrent_units(net: nn.Module, layer: str, readers: Sequence[str], norms: Sequence[str] = ()) -> list[Units]:
+    """The units of an LSTM, GRU or RNN, one set for each of its layers and directions.
+
+    A unit is its rows in all gates. Rows that read the hidden state belong to it but do not describe it: their columns
+    are hidden units themselves, in an order of their own until the units are matched.
+
+    Args:
+        net: the network.
+        layer: name of the recurrent layer.
+        readers: names of the dense layers that read its outputs, both directions side by side.
+        norms: names of LayerNorms on its outputs.
+    """
+    module: Any = net.get_submodule(layer)
+    if module.proj_size:
+        raise FederationError(f"Units of {layer} cannot be told apart: it projects them.")
+    gates = next(number for kind, number in GATES.items() if isinstance(module, kind))
+    width, directions, found = int(module.hidden_size), 2 if module.bidirectional else 1, []
+    suffixes = ["", "_reverse"][:directions]
+    for depth in range(module.num_layers):
+        for direction, suffix in enumerate(suffixes):
+            end, offset = f"_l{depth}{suffix}", direction * width
+            own = ["weight_ih", *(["bias_ih", "bias_hh"] if module.bias else [])]
+            axes = [Axis(f"{layer}.{part}{end}", 0, "own", outer=gates) for part in own]
+            axes += [Axis(f"{layer}.weight_hh{end}", 0, "state", outer=gates)]
+            axes += [Axis(f"{layer}.weight_hh{end}", 1, "use")]
+            if depth + 1 < module.num_layers:
+                above = [f"{layer}.weight_ih_l{depth + 1}{other}" for other in suffixes]
+            else:
+                above = [f"{reader}.weight" for reader in readers]
+                axes += [
+                    Axis(f"{norm}.{part}", 0, "own", offset=offset) for norm in norms for part in ("weight", "bias")
+                ]
+            axes += [Axis(entry, 1, "use", offset=offset) for entry in above]
+            found.append(Units(f"{layer}{end}", width, tuple(axes)))
+    return found
+
+
+def chain_units(net: nn.Module, x: Tensor) -> list[Units]:
+    """The units of a net whose layers form a chain, in the order in which they are run on inputs ``x``.
+
+    Raises:
+        FederationError: if they do not look like a chain; whether they are one shows when units are moved.
+    """
+    called: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda m, args, name=name: called.append(name))
+        for name, module in net.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    mode = net.training
+    try:
+        net.eval()
+        with torch.no_grad():
+            net(x)
+    finally:
+        net.train(mode)
+        for hook in hooks:
+            hook.remove()
+    found: list[Units] = []
+    makers: list[str] = []
+    for name in called:
+        layer: Any = net.get_submodule(name)
+        if isinstance(layer, RECURRENT) or not isinstance(layer, (nn.Linear, *CONVOLUTIONS, *NORMS)):
+            raise FederationError(_cannot(net))
+        if isinstance(layer, NORMS) or getattr(layer, "groups", 1) > 1:
+            makers += [name] if makers else []
+            continue
+        if makers:
+            found.append(units_between(net, makers, [name]))
+        makers = [name]
+    return found
+
+
+def check_units(net: nn.Module, call: Any, state: Mapping[str, Tensor], x: Tensor, units: Sequence[Units]) -> None:
+    """Refuse units that are not: move all of them about and see whether the net still computes the same.
+
+    Args:
+        net: the network, for its name.
+        call: ``call(state, x)`` gives the net's outputs in eval mode.
+        state: the net's entries.
+        x: some inputs.
+        units: the units.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def varied(value: Tensor) -> Tensor:  # at first many entries are equal, as those of normalisation layers
+        noise = 0.1 * torch.rand(value.shape, generator=generator, dtype=torch.float64)
+        return value.double() + noise.to(value.device)
+
+    before = {name: varied(value) if value.is_floating_point() else value for name, value in state.items()}
+    after, x = before, x.double() if x.is_floating_point() else x
+    for group in units:
+        after = group.placed(after, torch.randperm(group.width, generator=generator))
+    with torch.no_grad():
+        expected, found = call(before, x), call(after, x)
+    if not torch.allclose(expected, found, rtol=0.0, atol=1e-9 * float(expected.abs().max())):
+        raise FederationError(_cannot(net))
+
+
+def _cannot(net: nn.Module) -> str:
+    return (
+        f"It cannot be told which hidden units of {type(net).__name__} may change places: declare them in its method "
+        "units(), as fl_lightning.nets.FedNet says."
+    )
+
+
+@torch.no_grad()
+def resize(net: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give the net's layers the shapes of the tensors in ``state``, and their values."""
+    for path, layer in net.named_modules():
+        slots: Any = layer
+        for name, old in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+            new = state.get(f"{path}.{name}" if path else name)
+            if new is not None and new.shape != old.shape:
+                old.data = new.detach().clone().to(old)
+        weight = getattr(layer, "weight", None)
+        if isinstance(layer, CONVOLUTIONS):
+            if slots.groups > 1 and slots.groups == slots.out_channels:
+                slots.groups = slots.in_channels = weight.shape[0]  # type: ignore[union-attr]
+            else:
+                slots.in_channels = weight.shape[1] * slots.groups  # type: ignore[union-attr]
+            slots.out_channels = weight.shape[0]  # type: ignore[union-attr]
+        elif isinstance(layer, nn.Linear):
+            slots.out_features, slots.in_features = layer.weight.shape
+        elif isinstance(layer, _NormBase) and layer.running_mean is not None:
+            slots.num_features = len(layer.running_mean)
+        elif (
+            isinstance(layer, nn.LayerNorm)
+            and weight is not None
+            and math.prod(layer.normalized_shape) != weight.numel()
+        ):
+            slots.normalized_shape = tuple(weight.shape)
+        elif isinstance(layer, RECURRENT):
+            slots.hidden_size, slots.input_size = layer.weight_hh_l0.shape[1], layer.weight_ih_l0.shape[1]  # type: ignore[index]

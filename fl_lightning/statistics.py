@@ -1,0 +1,127 @@
+"""What the normalisation layers of a model know of the data: mu, sigma, beta, gamma by layer and channel.
+
+BatchNorm keeps mu and sigma in its buffers, so they travel inside a model. GroupNorm, LayerNorm and features without
+any normalisation have none: they are measured by a pass over samples, which only who owns the samples can make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fl_lightning.nets.norms import RECURRENT, norm_layers
+from fl_lightning.wire import State
+
+if TYPE_CHECKING:
+    from fl_lightning.federation import Federation
+    from fl_lightning.module import FederatedModule
+
+#: Statistics of a channel: mean and standard deviation of what comes in, then the shift and scale that are applied.
+STATISTICS = ("mu", "sigma", "beta", "gamma")
+#: Samples in one forward pass.
+SAMPLES = 128
+#: Statistics by layer.
+LayerStatistics = dict[str, State]
+
+
+def model_statistics(net: nn.Module, state: State) -> LayerStatistics:
+    """What a model itself says: beta and gamma of every normalisation layer, mu and sigma where buffers hold them.
+
+    Args:
+        net: the network, for its layers.
+        state: the model; at least the entries of normalisation layers.
+
+    Returns:
+        By layer and statistic, float64, shape (channels,). Sigma is the root of the running variance with the layer's
+        epsilon, which is what the layer divides by. Layers without a scale and shift have neither.
+    """
+    found: LayerStatistics = {}
+    for name, layer in norm_layers(net).items():
+        prefix, own = f"{name}." if name else "", {}
+        if f"{prefix}running_mean" in state:
+            variance = state[f"{prefix}running_var"].double() + float(layer.eps)  # type: ignore[arg-type]
+            own = {"mu": state[f"{prefix}running_mean"].double(), "sigma": variance.sqrt()}
+        for statistic, entry in (("beta", "bias"), ("gamma", "weight")):
+            if f"{prefix}{entry}" in state:
+                own[statistic] = state[f"{prefix}{entry}"].double().flatten()
+        found[name] = own
+    return found
+
+
+def without_running(net: nn.Module) -> list[str]:
+    """Normalisation layers that keep no running statistics, so that mu and sigma must be measured."""
+    return [name for name, layer in norm_layers(net).items() if getattr(layer, "running_mean", None) is None]
+
+
+@torch.no_grad()
+def measured_statistics(
+    module: FederatedModule,
+    state: State,
+    federation: Federation,
+    index: Tensor,
+    layers: Sequence[str],
+    of: Literal["input", "output"] = "input",
+) -> LayerStatistics:
+    """Mean and standard deviation per channel of layers' inputs or outputs, by one pass over samples in eval mode.
+
+    Args:
+        module: the method, for its net.
+        state: the model, at least all entries of the net.
+        federation: the data.
+        index: numbers of the samples, shape (n,).
+        layers: names of the layers.
+        of: whether what comes into the layers is measured or what comes out of them.
+
+    Returns:
+        ``mu`` and ``sigma`` by layer, float64, shape (channels,).
+    """
+    sums: dict[str, Tensor] = {}
+    with _watched(module.functional.skeleton, layers, of, sums):
+        for part in torch.split(index, SAMPLES):
+            module.call(state, federation.features(federation.inputs[part], module.compute_dtype), training=False)
+    found: LayerStatistics = {}
+    for name in layers:
+        count, total, squares = sums[name]
+        mean = total / count
+        found[name] = {"mu": mean, "sigma": (squares / count - mean**2).clamp(min=0).sqrt()}
+    return found
+
+
+@contextmanager
+def _watched(net: nn.Module, layers: Sequence[str], of: str, sums: dict[str, Tensor]) -> Iterator[None]:
+    """Add up count, sum and sum of squares by channel, shape (3, channels), of whatever passes the layers."""
+
+    def note(name: str, layer: nn.Module, value: Any) -> None:
+        value = value[0] if isinstance(value, tuple) and not isinstance(value, PackedSequence) else value
+        value = value.data if isinstance(value, PackedSequence) else value
+        rows = _by_channel(layer, value.double())
+        added = torch.stack([torch.full_like(rows[0], len(rows)), rows.sum(0), (rows**2).sum(0)])
+        sums[name] = sums[name] + added if name in sums else added
+
+    hooks = []
+    for name in layers:
+        layer = net.get_submodule(name)
+        if of == "input":
+            hooks.append(layer.register_forward_pre_hook(lambda m, args, name=name: note(name, m, args[0])))
+        else:
+            hooks.append(layer.register_forward_hook(lambda m, args, out, name=name: note(name, m, out)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _by_channel(layer: nn.Module, value: Tensor) -> Tensor:
+    """Values of shape (n, channels); channels are the last dimensions of LayerNorm, dense and recurrent layers."""
+    if isinstance(layer, nn.LayerNorm):
+        return value.reshape(-1, math.prod(layer.normalized_shape))
+    if isinstance(layer, (nn.Linear, *RECURRENT)) or value.dim() == 2:
+        return value.reshape(-1, value.shape[-1])
+    return value.movedim(1, -1).reshape(-1, value.shape[1])
