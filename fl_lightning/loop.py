@@ -65,6 +65,7 @@ class FederatedLoop(_Loop):
             messages.append(message)
             down += nbytes(received)
             self._hook("on_client_end", job.client, message)
+            self._hook("on_message_up", job.client, message)
         messages.sort(key=lambda message: message.client)
         traffic = {"comm/up_bytes": float(sum(m.nbytes for m in messages)), "comm/down_bytes": float(down)}
         kept = self._finite(messages, snapshots)

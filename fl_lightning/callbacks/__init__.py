@@ -3,6 +3,7 @@
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.factors import FactorsCallback
 from fl_lightning.callbacks.fairness import FairnessCallback
+from fl_lightning.callbacks.ledger import LedgerCallback
 from fl_lightning.progress import (
     FederatedRichProgressBar,
     FederatedTQDMProgressBar,
@@ -15,5 +16,6 @@ __all__ = [
     "FederatedCallback",
     "FederatedRichProgressBar",
     "FederatedTQDMProgressBar",
+    "LedgerCallback",
     "federated_progress_bar",
 ]
