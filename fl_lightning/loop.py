@@ -129,6 +129,7 @@ class FederatedLoop(_Loop):
             messages.append(message)
             down += nbytes(received)
             self._hook("on_client_end", number, message)
+            self._hook("on_message_up", number, message)
         messages.sort(key=lambda message: message.client)
         tally = Tally(up=sum(m.nbytes for m in messages), down=down)
         kept = self._finite(messages, snapshots)

@@ -6,6 +6,7 @@ from fl_lightning.callbacks.clusters import ClustersCallback
 from fl_lightning.callbacks.factors import FactorsCallback
 from fl_lightning.callbacks.fairness import FairnessCallback
 from fl_lightning.callbacks.inferred import InferredDistributionCallback
+from fl_lightning.callbacks.ledger import LedgerCallback
 from fl_lightning.progress import (
     FederatedRichProgressBar,
     FederatedTQDMProgressBar,
@@ -20,6 +21,7 @@ __all__ = [
     "FederatedRichProgressBar",
     "FederatedTQDMProgressBar",
     "InferredDistributionCallback",
+    "LedgerCallback",
     "ParameterBiasCallback",
     "federated_progress_bar",
 ]
