@@ -23,6 +23,7 @@ COMMANDS = {
     "test": Command("fl_lightning.cli.lightning", "evaluate every client on its test set"),
     "predict": Command("fl_lightning.cli.lightning", "predict the classes of every client's test set"),
     "reproduce": Command("fl_lightning.cli.reproduce", "run a published table, put the results beside it"),
+    "compare": Command("fl_lightning.cli.compare", "put finished runs side by side, write a report"),
     "partition": Command("fl_lightning.cli.partition", "build a partition, show it, write its manifest"),
 }
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-import fl_lightning.callbacks
 import fl_lightning.methods
 import fl_lightning.optim  # noqa: F401
 from fl_lightning import persistence
+from fl_lightning.callbacks import RunRecord
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.module import FederatedModule
@@ -32,7 +32,7 @@ class FederatedCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
-            trainer_defaults={"log_every_n_steps": 1, "num_sanity_val_steps": 0},
+            trainer_defaults={"log_every_n_steps": 1, "num_sanity_val_steps": 0, "callbacks": [RunRecord()]},
             parser_class=FederatedArgumentParser,
             args=args,
             **kwargs,
