@@ -8,6 +8,7 @@ from fl_lightning.callbacks.record import RunRecord
 from fl_lightning.progress import (
     FederatedRichProgressBar,
     FederatedTQDMProgressBar,
+    RoundProgress,
     federated_progress_bar,
 )
 
@@ -18,6 +19,7 @@ __all__ = [
     "FederatedCallback",
     "FederatedRichProgressBar",
     "FederatedTQDMProgressBar",
+    "RoundProgress",
     "RunRecord",
     "federated_progress_bar",
 ]
