@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-#: Okabe and Ito's colours, told apart by everyone, and line styles for print.
-STYLES = (("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#E69F00", "-"), ("#56B4E9", "--"))
+from fl_lightning.pictures import STYLES
+
 #: Results of the seeds of one method.
 Runs = Sequence[Mapping[str, Any]]
 

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import statistics
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.cli import figures
-from fl_lightning.cli.cells import cached, run_cell
+from fl_lightning.cli.cells import cached, progress_of, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
 from fl_lightning.cli.tables import (
@@ -32,6 +32,7 @@ from fl_lightning.cli.tables import (
     tables,
 )
 from fl_lightning.errors import FederationError
+from fl_lightning.view import View
 
 Measured = dict[str, Any]
 
@@ -49,6 +50,7 @@ def build_parser() -> FederatedArgumentParser:
     parser.add_argument("--results", default="results", help="folder for TABLE.json")
     parser.add_argument("--docs", default="docs", help="folder for results.md")
     parser.add_argument("--cached", action="store_true", help="run nothing, use the runs that are finished")
+    parser.add_argument("--quiet", action="store_true", help="show no progress and print no table")
     parser.add_argument("--show", action="store_true", help="print the runs' configurations and stop")
     return parser
 
@@ -65,7 +67,7 @@ def main(argv: list[str]) -> None:
     if options.show:
         print(yaml.safe_dump_all(runs.values(), sort_keys=False))
         return
-    console, root = Console(), Path(options.runs)
+    console, root = Console(quiet=options.quiet), Path(options.runs)
     if not options.cached:
         _run_all(console, root, runs, options.seeds, options.jobs)
     rows = [{**cell, "measured": measure(root, cell, options.seeds, options.rounds)} for cell in cells]
@@ -104,18 +106,27 @@ def _run_all(console: Console, root: Path, runs: dict[str, Config], seeds: list[
     console.print(f"{len(runs) * len(seeds)} runs, {len(todo)} of them to do, {jobs} at a time")
     # Spawned, not forked: every run starts from a clean process, with threads of its own.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    view = View("run", len(todo), quiet=console.quiet or not todo, console=console)
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool, view:
         waiting = {pool.submit(run_cell, root, config, seed): (config, seed) for config, seed in todo}
-        for done, future in enumerate(as_completed(waiting), 1):
-            config, seed = waiting[future]
-            result = future.result()
-            accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
-            name = config["model"]["class_path"].rpartition(".")[2]
-            data = config["data"]["class_path"].rpartition(".")[2]
-            line = (
-                f"{done}/{len(todo)} {name} {data} {config_hash(config)} seed {seed}: {accuracy:.2f} in {seconds:.0f} s"
-            )
-            console.print(line, highlight=False)
+        left, done = set(waiting), 0
+        while left:
+            ended, left = wait(left, timeout=1.0, return_when=FIRST_COMPLETED)
+            for done, future in enumerate(ended, done + 1):
+                config, seed = waiting[future]
+                result = future.result()
+                accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
+                line = f"{done}/{len(todo)} {_name(config, seed)}: {accuracy:.2f} in {seconds:.0f} s"
+                view.print(line)
+            running = [(waiting[future], part) for future in left if (part := progress_of(root, *waiting[future]))]
+            facts = (f"{_name(*run)} {part.rounds}/{part.total} {part.accuracy:.1f} %" for run, part in running)
+            view.update(done + sum(part.rounds / part.total for _, part in running), *facts)
+
+
+def _name(config: Config, seed: int) -> str:
+    """A run in a few words."""
+    method, data = (config[part]["class_path"].rpartition(".")[2] for part in ("model", "data"))
+    return f"{method} {data} {config_hash(config)} seed {seed}"
 
 
 def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Measured | None:

@@ -8,6 +8,7 @@ what else tells it from its neighbours). A recipe, one file per family of papers
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -40,6 +41,12 @@ def recipes() -> list[dict[str, Any]]:
     return [_read(name) for name in names]
 
 
+def papers() -> dict[str, str]:
+    """Titles of the papers by their short names."""
+    titles: dict[str, str] = _read("published.yaml")["papers"]
+    return titles
+
+
 def table_name(cell: Cell) -> str:
     """Name of a cell's table on the command line, such as ``waffle_factor_journal/table2``."""
     return f"{cell['paper']}/{cell['table'].lower().replace(' ', '').replace('.', '')}"
@@ -60,7 +67,9 @@ def table(name: str) -> list[Cell]:
     """The cells of a table."""
     known = tables()
     if name not in known:
-        raise FederationError(f"There is no table {name!r}: choose one of {', '.join(known)}.")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? fl-lightning tables lists all" if near else f"choose one of {', '.join(known)}"
+        raise FederationError(f"There is no table {name!r}: {hint}.")
     return known[name]
 
 

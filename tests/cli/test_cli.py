@@ -160,9 +160,10 @@ def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> No
         (["--model", "WAFFLEAvg", "--model.psi", "Liner"], "there is no schedule 'Liner'; did you mean Linear?"),
         (["--model", "WAFFLEAvg", "--model.agent_of_interest", "10"], "must be one of 0 to 9 or all, not 10"),
         (["--model.lr", "fast"], "lr: expected a value of type float, not 'fast'"),
-        (["--model.lrr", "3"], "Option 'lrr' is not accepted"),
+        (["--model.lrr", "3"], "Option 'lrr' is not accepted; did you mean lr?"),
         (["--model.weighting", "size"], "weighting: expected one of samples, uniform, not 'size'"),
         (["--trainer.rounds", "3"], "unrecognized arguments: --trainer.rounds"),
+        (["--trainer.max_epocs", "3"], "did you mean --trainer.max_epochs?"),
         (["--config", "nope.yaml"], "File does not exist"),
         (["--data.fraction", "0"], "fraction must be greater than 0 and at most 1, not 0.0"),
         (["--data.fraction", "1.5"], "fraction must be greater than 0 and at most 1, not 1.5"),
@@ -217,10 +218,11 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from fl_lightning.cli import demo
 
-    runs = demo.main(Path("demo"), rounds=2)
+    runs = demo.demo(Path("demo"), rounds=2)
     assert [run.name for run in runs] == ["FedAvg", "FedProx", "Local"]
     assert [len(run.curve.accuracy) for run in runs] == [2, 2, 2]
     assert Path("demo/accuracy.png").stat().st_size > 5000
     shown = capsys.readouterr().out
     assert "worst tenth" in shown
     assert "tensorboard --logdir demo" in shown
+    assert "FedProx" in Path("demo/report.html").read_text()
