@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 def check_trainer(trainer: Trainer) -> None:
     """Refuse Trainer options that a federated run cannot honour."""
-    if trainer.world_size > 1:
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         raise FederationError(
-            f"A federated run uses one device, not {trainer.world_size}: set Trainer(devices=1); "
-            "clients are trained together by the engine."
+            f"A federated run shares out clients, not the model: {type(trainer.strategy).__name__} cannot be used, "
+            "set Trainer(strategy='ddp') or devices=1."
         )
     if str(trainer.precision).startswith(("16", "transformer")):
         raise FederationError(

@@ -129,8 +129,9 @@ class FederatedLoop(_Loop):
             messages.append(message)
             down += nbytes(received)
             self._hook("on_client_end", number, message)
-            self._hook("on_message_up", number, message)
-        messages.sort(key=lambda message: message.client)
+        messages, snapshots, down = self._exchange(messages, snapshots, down)
+        for message in messages:
+            self._hook("on_message_up", message.client, message)
         tally = Tally(up=sum(m.nbytes for m in messages), down=down)
         kept = self._finite(messages, snapshots)
         left_out = len(messages) - len(kept)
@@ -150,6 +151,9 @@ class FederatedLoop(_Loop):
         order = sorted(stage.clients, key=lambda number: (-int(sizes[module.client_of(number)]), number))
         steps = DEV_STEPS if self.trainer.fast_dev_run else None
         width = module.engine.width
+        if self.trainer.world_size > 1:
+            self._agree_on_engine(stage, round, order[:width])
+            order = order[self.trainer.global_rank :: self.trainer.world_size]
         for start in range(0, len(order), width):
             received = {}
             for number in order[start : start + width]:
@@ -161,6 +165,28 @@ class FederatedLoop(_Loop):
             if stage.training is None:
                 module.after_training({n: r.state for n, r in zip(received, results, strict=True)}, round)
             yield from zip(received, received.values(), results, strict=True)
+
+    def _agree_on_engine(self, stage: Stage, round: int, first: list[int]) -> None:
+        """Let all processes use the engine that the first of them chooses."""
+        module, engine = self.module, self.module.engine
+        if engine.choice is None and self.trainer.is_global_zero:
+            jobs = [Job(module.client_of(n), module.begin(n, module.message_down(n))) for n in first]
+            engine.choose(stage.training or module, module.federation, jobs, round)
+        choice = self.trainer.strategy.broadcast(engine.choice)
+        if engine.choice is None:
+            engine.settle(choice)
+
+    def _exchange(
+        self, messages: list[Message], snapshots: dict[int, ClientSnapshot], down: int
+    ) -> tuple[list[Message], dict[int, ClientSnapshot], int]:
+        """What the clients of all processes sent, keep and received, by client; every process then does the same."""
+        if self.trainer.world_size > 1:
+            parts: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, (messages, snapshots, down))
+            messages = [message for part, _, _ in parts for message in part]
+            snapshots = {client: snapshot for _, part, _ in parts for client, snapshot in part.items()}
+            down = sum(part for _, _, part in parts)
+        return sorted(messages, key=lambda message: message.client), snapshots, down
 
     def _collect(self, number: int, received: State, result: Result, round: int) -> tuple[Message, ClientSnapshot]:
         module = self.module

@@ -30,6 +30,10 @@ class Engine(ABC):
         """The engine that does the work; None while that is open."""
         return self.name
 
+    def choose(self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int) -> Engine:
+        """The engine that does the work, which may be found by a probe of these clients."""
+        return self
+
     def settle(self, choice: str) -> None:  # noqa: B027 - most engines leave nothing open
         """Take a choice that was made earlier, such as by the run that wrote a checkpoint."""
 

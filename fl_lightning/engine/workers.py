@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from fl_lightning.engine.auto import ENGINES, AutoEngine
+from fl_lightning.engine.auto import ENGINES
 from fl_lightning.engine.base import Engine
 from fl_lightning.engine.contract import Job, LocalMethod, LocalTraining, Result
 from fl_lightning.errors import FederationError
@@ -48,6 +48,10 @@ class WorkerEngine(Engine):
         """The engine of the workers; None while that is open."""
         return self.engine.choice
 
+    def choose(self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int) -> Engine:
+        """The engine of the workers."""
+        return self.engine.choose(method, federation, jobs[: self.engine.width], round)
+
     def settle(self, choice: str) -> None:
         """Let the workers use an engine that was chosen earlier."""
         self.engine.settle(choice)
@@ -70,8 +74,7 @@ class WorkerEngine(Engine):
         max_steps: int | None = None,
     ) -> list[Result]:
         """Train the jobs in the workers; see ``Engine.train``."""
-        if isinstance(self.engine, AutoEngine):
-            self.engine.choose(method, federation, jobs[: self.engine.width], round)
+        self.choose(method, federation, jobs, round)
         send = getattr(method, "for_worker", None)
         if send is None:  # something small beside the run, such as the adaptation of new clients
             parts = [jobs[i : i + self.engine.width] for i in range(0, len(jobs), self.engine.width)]

@@ -1,0 +1,52 @@
+"""A federated run through Lightning's ddp: clients shared out over ranks, the same result on each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import FedAvg
+from tests.ddp_run import main
+from tests.support import blobs, fit, largest_difference, mlp
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(kind: str, engine: str, devices: int, path: Path) -> list[dict[str, Any]]:
+    if devices == 1:
+        main(kind, engine, 1, str(path))
+    else:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.ddp_run", kind, engine, str(devices), str(path)]
+        subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, timeout=300)
+    return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(devices)]
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("SCAFFOLD", "sequential"), ("FedAvg", "auto")])
+def test_two_ranks_agree_with_one_process(kind: str, engine: str, tmp_path: Path) -> None:
+    (alone,) = run(kind, engine, 1, tmp_path / "one")
+    first, second = run(kind, engine, 2, tmp_path / "two")
+    assert largest_difference(first["weights"], second["weights"]) == 0.0
+    assert first["choice"] == second["choice"]
+    assert first["weights"].keys() == alone["weights"].keys()
+    bound = 0.0 if engine == "sequential" else 1e-9
+    assert largest_difference(first["weights"], alone["weights"]) <= bound
+    assert first["acc"] == second["acc"] == alone["acc"]
+    assert first["up"] == alone["up"]
+
+
+def test_a_strategy_that_shards_the_model_is_refused() -> None:
+    with pytest.raises(FederationError, match="shares out clients, not the model: Sharded cannot be used"):
+        fit(FedAvg(mlp()), blobs(), rounds=1, strategy=Sharded(), precision="32-true")
+
+
+class Sharded(FSDPStrategy):
+    """One that would run here, on one CPU."""
