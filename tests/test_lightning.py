@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from fl_lightning.callbacks import FederatedCallback, FederatedRichProgressBar, FederatedTQDMProgressBar
@@ -181,13 +182,10 @@ def test_what_cannot_be_honoured_is_refused(option: dict[str, Any], sentence: st
         fit(FedAvg(mlp()), blobs(), **option)
 
 
-@pytest.mark.parametrize(
-    ("option", "sentence"),
-    [({"world_size": 2}, "one device, not 2"), ({"world_size": 1, "precision": "16-mixed"}, "gradient scaler")],
-)
-def test_what_needs_other_hardware_is_refused_too(option: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(FederationError, match=sentence):
-        check_trainer(SimpleNamespace(**option))  # type: ignore[arg-type]
+def test_what_needs_other_hardware_is_refused_too() -> None:
+    trainer = SimpleNamespace(strategy=SingleDeviceStrategy(), precision="16-mixed")
+    with pytest.raises(FederationError, match="gradient scaler"):
+        check_trainer(trainer)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
