@@ -149,7 +149,10 @@ class FederatedModule(LightningModule):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Loss of a batch: the mean cross entropy."""
-        return F.cross_entropy(output, target)
+        if target.dim() != 1 or target.is_floating_point():
+            return F.cross_entropy(output, target)
+        # The same without a class to ignore, which leaves a dozen operations less in a captured step.
+        return -F.log_softmax(output, dim=1).gather(1, target[:, None]).mean()
 
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
         """Noise for one client's epoch, each tensor of shape (steps, ...); it enters as ``batch.noise``."""

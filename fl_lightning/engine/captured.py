@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -31,7 +30,7 @@ class CapturedEngine(StackedEngine):
 
     name = "captured"
     #: How many steps pay for a trace.
-    seldom = 40
+    seldom = 10
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width)
@@ -90,13 +89,11 @@ class _Bound:
 
     def __init__(self, trace: _Trace, part: Part) -> None:
         self.trace = trace
-        with torch.no_grad():
-            self.given = [*trace.lean.bind(*part.state.values()), *part.state.values()]
+        self.given = [*trace.lean.bind(*part.state.values()), *part.state.values()]
 
     def __call__(self, batch: Batch) -> Update:
         lean = self.trace.lean
-        with torch.no_grad():
-            returned = iter(lean.outputs(lean.run(*self.given, *_leaves(batch))))
+        returned = iter(lean.outputs(lean.run(*self.given, *_leaves(batch))))
         loss = next(returned)
         parts = [dict(zip(names, islice(returned, len(names)), strict=True)) for names in self.trace.names]
         return Update(loss, *parts)  # type: ignore[arg-type]

@@ -34,6 +34,8 @@ class Part:
         #: Views of the stack's tensors.
         self.state: State = {}
         self.velocity: State = {}
+        self.scalars: State = {}
+        self.loss = torch.empty(0)
         #: What an engine prepares for the state as it lies in memory, by the position of the move.
         self.prepared: dict[int, Any] = {}
 
@@ -106,12 +108,13 @@ class _Stack:
         self.parts: dict[tuple[int, int, int], Part] = {}
         self.often: dict[tuple[int, int], int] = {}
         self.sgd = LocalSGD(method.local)
-        self.round = round
+        self.round, self.dtype = round, method.compute_dtype
         size = torch.tensor(sizes, device=federation.device)
         self.scalars = scalars(size, round, method.compute_dtype)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
         self.steps = [0] * len(jobs)
 
+    @torch.no_grad()  # moves differentiate for themselves
     def train(self) -> list[Result]:
         for phase in self.method.phases():
             epochs = epochs_of(phase, self.max_steps)
@@ -145,8 +148,10 @@ class _Stack:
         """The part of the stack that a step is made on."""
         key = (start, stop, width)
         if key not in self.parts:
-            self.parts[key] = Part(start, stop, self.often.get((stop - start, width), 0))
-            self.parts[key].look(self.state, self.velocity)
+            part = self.parts[key] = Part(start, stop, self.often.get((stop - start, width), 0))
+            part.look(self.state, self.velocity)
+            part.scalars = {name: value[start:stop] for name, value in self.scalars.items()}
+            part.loss = self.loss[start:stop]
         return self.parts[key]
 
     def _own(self, names: Iterable[str]) -> None:
@@ -167,8 +172,8 @@ class _Stack:
             self._own((*update.grads, *update.replace, *update.add))
             self.sgd.apply(update, part.state, part.velocity)
             if i == 0:
-                self.loss[part.rows] += update.loss
-        self.scalars["step"][part.rows].add_(1)
+                part.loss.add_(update.loss)
+        part.scalars["step"].add_(1)
         for k in range(part.rows.start, part.rows.stop):
             self.steps[k] += 1
 
@@ -189,8 +194,8 @@ class _Stack:
                 noise = self._noise(x[0], done)
             drawn = {name: value[step, rows] for name, value in noise[0].items()}
             drawn |= {name: value[step, rows, :width] for name, value in noise[1].items()}
-            batch = Batch(x, y, drawn, {n: v[start:stop] for n, v in self.scalars.items()})
-            yield self._part(start, stop, width), batch
+            part = self._part(start, stop, width)
+            yield part, Batch(x, y, drawn, part.scalars)
 
     def _slices(self, left: list[int]) -> Iterator[tuple[int, int, int, int]]:
         """(start, stop, step of the epoch, batch size) of every call of an epoch."""
@@ -207,7 +212,7 @@ class _Stack:
 
     def _gather(self, start: int, stop: int, index: Tensor) -> tuple[Tensor, Tensor]:
         streams = [s.augment for s in self.schedules[start:stop]]
-        return self.federation.gather(self.clients[start:stop], index, self.method.compute_dtype, streams)
+        return self.federation.gather(self.clients[start:stop], index, self.dtype, streams)
 
     def _noise(self, x: Tensor, done: int) -> tuple[State, State]:
         """Noise of the next epoch, stacked over clients that are not done and padded: (steps, K, ...)."""

@@ -1,0 +1,50 @@
+"""``fl-lightning bench``: how fast this machine trains, as a ratio to a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from fl_lightning.bench.measure import measure
+from fl_lightning.bench.workloads import WORKLOADS
+from fl_lightning.cli.parsing import FederatedArgumentParser
+
+
+def build_parser() -> FederatedArgumentParser:
+    """The command's options."""
+    parser = FederatedArgumentParser(
+        prog="fl-lightning bench", description="Client steps per second through Trainer.fit, against a plain loop."
+    )
+    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="workloads")
+    parser.add_argument("--repeats", type=int, default=3, help="how often library and loop take a turn")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes of the library; the loop has one")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    parser.add_argument("--engine", default="auto", help="the engine")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--output", help="write all figures to this JSON file")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Run the command; ``argv`` begins with its name."""
+    options = build_parser().parse_args(argv[1:])
+    torch.set_num_threads(options.threads)
+    results = {}
+    print(f"{'workload':<12}{'ratio':>7}{'steps/s':>10}{'plain':>10}{'validation':>12}  engine", file=sys.stderr)
+    for name in options.only:
+        figures = results[name] = measure(
+            WORKLOADS[name], options.repeats, engine=options.engine, workers=options.workers
+        )
+        print(
+            f"{name:<12}{figures['ratio']:>7.2f}{figures['steps_per_second']:>10.1f}"
+            f"{figures['plain_steps_per_second']:>10.1f}{figures['validation_share']:>12.1%}  {figures['engine']}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if options.output:
+        with open(options.output, "w") as file:
+            json.dump({"workloads": results}, file, indent=1)
+    if options.json:
+        print(json.dumps({"workloads": {name: {"ratio": figures["ratio"]} for name, figures in results.items()}}))
