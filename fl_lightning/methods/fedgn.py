@@ -27,7 +27,7 @@ class FedGN(FedAvg):
         turned = group_norm(FedNet.from_spec(net) if isinstance(net, dict) else net, groups)
         if not any(isinstance(module, nn.GroupNorm | nn.LayerNorm) for module in turned.modules()):
             rank_zero_warn(
-                f"{type(turned).__name__} has no normalisation layer, so FedGN is FedAvg: take a net with BatchNorm, such "
-                "as LeNetBN instead of LeNet5."
+                f"{type(turned).__name__} has no normalisation layer, so FedGN is FedAvg: take a net with BatchNorm, "
+                "such as LeNetBN instead of LeNet5."
             )
         super().__init__(turned, **kwargs)
