@@ -80,13 +80,18 @@ def test_groups_models_and_references_after_the_cold_start() -> None:
 
 def test_others_take_the_same_steps_and_join_the_nearest_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedgroup, "PER_GROUP", 2)
-    method, stages, sent = group(), [], {}
+    method, stages, sent, initial = group(), [], {}, mlp().double().state_dict()
 
     def note(messages: list[Any]) -> None:
         stages.append((method.stage.name, [m.client for m in messages]))
         if method.stage.training is not None:
             sent.update({m.client: m.tensors for m in messages})
 
+    def received(client: int, message: dict[str, torch.Tensor]) -> None:
+        if method.stage.training is not None:
+            assert largest_difference(message, initial) == 0  # also for the others
+
+    method.on_client_start = received  # type: ignore[attr-defined]
     method.on_before_aggregate = note  # type: ignore[attr-defined]
     fit(method, planted(), rounds=2)
     assert [name for name, _ in stages] == ["cold start", "newcomers", "train", "train"]
