@@ -60,6 +60,9 @@ def check_net(module: FederatedModule, federation: Federation) -> None:
     index = federation.train.flat[:2]
     x = federation.features(federation.inputs[index], module.compute_dtype).to(module.device)
     net, data = type(module.net).__name__, f"inputs of shape {tuple(x.shape[1:])}"
+    if not x.is_floating_point():  # tokens: an embedding must have a row for the largest
+        x.view(-1)[0] = federation.inputs.max()
+        data += f" with numbers up to {int(federation.inputs.max())}"
     try:
         with torch.no_grad():
             output, _ = module.call(module.server_state(), x, training=False)

@@ -94,3 +94,21 @@ def sgd(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], **kwargs: Any)
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
+
+
+def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> TensorFederation:
+    """Two kinds of clients: the same inputs by class, but odd clients call every class by the next one's name."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
+    y = torch.arange(clients * (size + 8)) % CLASSES
+    x = centres[y] + 0.5 * torch.randn(len(y), FEATURES, generator=generator)
+    owner = torch.arange(len(y)) // (size + 8)
+    starts = [client * (size + 8) for client in range(clients)]
+    return TensorFederation(
+        x,
+        torch.where(owner % 2 == 1, (y + 1) % CLASSES, y),
+        train=[list(range(start, start + size)) for start in starts],
+        test=[list(range(start + size, start + size + 8)) for start in starts],
+        num_classes=CLASSES,
+        **kwargs,
+    )

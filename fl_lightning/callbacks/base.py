@@ -22,7 +22,7 @@ class FederatedCallback(Callback):
             trainer: the Trainer.
             pl_module: the federated method; it holds the server's model.
             round: the round, from 0.
-            cohort: the clients that will train in it.
+            cohort: the clients that will train in it, stage after stage; one that trains in several is there as often.
         """
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
@@ -62,7 +62,8 @@ class FederatedCallback(Callback):
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """All clients of the round have trained; the server has not yet used what they sent.
 
-        Defences at the server act here. The list and the messages' tensors may be changed in place, and the server
+        In a round of several stages it is called for each of them, with ``pl_module.stage`` the one under way. Defences
+        at the server act here. The list and the messages' tensors may be changed in place, and the server
         aggregates what is left.
 
         Args:
@@ -77,5 +78,6 @@ class FederatedCallback(Callback):
         Args:
             trainer: the Trainer.
             pl_module: the federated method.
-            messages: the messages that were aggregated.
+            messages: the messages that were aggregated, stage after stage; in a run that was resumed in the middle of
+                the round, those of the stages since.
         """

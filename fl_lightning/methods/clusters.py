@@ -56,13 +56,18 @@ class ClusterModels(ClusteredModule):
     Args:
         net: the network.
         clusters: number of clusters Q.
-        independent: draw the weights of every model for itself; else all begin as the net.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    def __init__(self, net: FedNet, clusters: int, independent: bool, **kwargs: Any) -> None:
-        super().__init__(net, clusters, **kwargs)
-        streams = [seeding.stream(self.seed, "init", client=q) for q in range(1, clusters)]
+    others: nn.ModuleList
+
+    def make_models(self, independent: bool) -> None:
+        """Make the models of all clusters but the first; a subclass's constructor calls it.
+
+        Args:
+            independent: draw the weights of every model for itself; else all begin as the net.
+        """
+        streams = [seeding.stream(self.seed, "init", client=q) for q in range(1, self.clusters)]
         made = (redrawn(self.net, rng) if independent else copy.deepcopy(self.net) for rng in streams)
         self.others = nn.ModuleList(made)
 

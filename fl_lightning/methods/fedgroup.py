@@ -24,6 +24,8 @@ from fl_lightning.wire import Message, State, message_weights, weighted_mean
 PER_GROUP = 20
 #: Names of the two stages that come before the first round.
 COLD, JOIN = "cold start", "newcomers"
+#: Singular values below this part of the largest, and digits of cosines beyond these, are rounding.
+RANK, DIGITS = 1e-6, 9
 #: Entries of an update that are worked on at once.
 CHUNK = 1 << 18
 
@@ -48,7 +50,8 @@ class FedGroup(ClusterModels):
     """
 
     def __init__(self, net: FedNet, clusters: int = 4, cold_steps: int = 50, **kwargs: Any) -> None:
-        super().__init__(net, clusters, independent=False, **kwargs)
+        super().__init__(net, clusters, **kwargs)
+        self.make_models(independent=False)
         if cold_steps < 1:
             raise FederationError(f"cold_steps must be 1 or more, not {cold_steps}.")
         self.cold_steps = cold_steps
@@ -170,7 +173,8 @@ def cosine_features(gram: np.ndarray[Any, Any], directions: int) -> np.ndarray[A
 
     With D = U S V^T the product of row k and direction q is (D V)_kq = (U S)_kq, and U and S^2 are eigenvectors and
     eigenvalues of the small matrix D D^T: exact, and without a matrix of clients by parameters. Signs of singular
-    vectors are arbitrary; k-means does not see them. An update of length 0 has the cosines 0.
+    vectors are arbitrary; k-means does not see them. An update of length 0 has the cosines 0. What is within rounding
+    is made equal, so that clients with the same data are never told apart.
 
     Args:
         gram: D D^T, shape (K, K).
@@ -179,10 +183,11 @@ def cosine_features(gram: np.ndarray[Any, Any], directions: int) -> np.ndarray[A
     values, vectors = np.linalg.eigh(gram)
     lengths = np.sqrt(np.clip(np.diag(gram), 0, None))
     order = np.argsort(-values, kind="stable")[:directions]
+    order = order[values[order] > RANK**2 * values[-1]]
     products = vectors[:, order] * np.sqrt(np.clip(values[order], 0, None))
     features = np.zeros((len(gram), directions))
     features[:, : len(order)] = np.divide(products, lengths[:, None], where=lengths[:, None] > 0, out=0 * products)
-    return features
+    return features.round(DIGITS)
 
 
 def k_means(features: np.ndarray[Any, Any], clusters: int, seed: int) -> list[int]:

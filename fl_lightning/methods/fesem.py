@@ -50,7 +50,8 @@ class FeSEM(ClusterModels):
         choice("centres", centres, ("independent", "same"))
         if weighting != "uniform":
             raise FederationError("FeSEM counts all members of a cluster the same: leave weighting out.")
-        super().__init__(net, clusters, independent=centres == "independent", weighting=weighting, **kwargs)
+        super().__init__(net, clusters, weighting=weighting, **kwargs)
+        self.make_models(independent=centres == "independent")
         self.known: dict[int, State] = {}
         self.labels: dict[int, int] = {}
 

@@ -39,7 +39,8 @@ class IFCA(ClusterModels):
     def __init__(
         self, net: FedNet, clusters: int = 4, warmup: int = 0, weighting: Weighting = "uniform", **kwargs: Any
     ) -> None:
-        super().__init__(net, clusters, independent=True, weighting=weighting, **kwargs)
+        super().__init__(net, clusters, weighting=weighting, **kwargs)
+        self.make_models(independent=True)
         if warmup < 0:
             raise FederationError(f"warmup must be 0 or more rounds, not {warmup}.")
         self.warmup = warmup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from fl_lightning.datamodules import TensorFederation
+from fl_lightning.datamodules import ByUser, Sent140, TensorFederation
 from fl_lightning.engine import CapturedEngine
-from fl_lightning.methods import FedAvg
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import IFCA, FedAvg, FedGN
 from fl_lightning.nets import NETS, BiLSTM
+from tests.datamodules.test_sent140 import root  # noqa: F401
 from tests.support import blobs, fit, largest_difference, weights
 
 LENGTHS = (9, 4, 1, 7)
@@ -91,3 +94,19 @@ def test_trains_alike_through_every_engine(kind: str, monkeypatch: pytest.Monkey
     assert largest_difference(ends[0], ends[1]) < 1e-12
     assert largest_difference(ends[1], ends[2]) == 0.0
     assert all(float((ends[0][name] - start[name]).abs().max()) > 1e-6 for name in start)
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedGN, IFCA])
+def test_trains_on_tweets(kind: type[FedAvg], root: Path) -> None:  # noqa: F811
+    data = Sent140(root=str(root), partition=ByUser(5, 20), vocab_size=30)
+    net = small(num_embeddings=data.num_embeddings)
+    method = kind(net, lr=0.5, epochs=4, batch_size=8, engine="stacked")
+    run = fit(method, data, rounds=6, precision="32-true")
+    assert float(run.callback_metrics["train/loss"]) < 0.68
+    assert method.net.embedding.weight[0].abs().sum() == 0  # type: ignore[union-attr]
+
+
+def test_an_embedding_with_too_few_rows_is_refused(root: Path) -> None:  # noqa: F811
+    data = Sent140(root=str(root), partition=ByUser(5, 20), vocab_size=30)
+    with pytest.raises(FederationError, match=r"BiLSTM cannot take inputs of shape \(40,\) with numbers up to 31"):
+        fit(FedAvg(small(num_embeddings=31)), data, rounds=1)
