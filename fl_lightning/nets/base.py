@@ -41,8 +41,8 @@ class FedNet(nn.Module):
     def units(self) -> Sequence[Units] | None:
         """Hidden units that may change places, from input to output; None if they can be derived.
 
-        Those of chains of layers and of torchvision's blocks are. Other nets with branches declare those inside a block,
-        with :func:`~fl_lightning.nets.units.units_between`, and recurrent ones theirs, with
+        Those of chains of layers and of torchvision's blocks are. Other nets with branches declare those inside a
+        block, with :func:`~fl_lightning.nets.units.units_between`, and recurrent ones theirs, with
         :func:`~fl_lightning.nets.units.recurrent_units`. What lies on a residual stream or in a concatenation stays.
         """
         return None
