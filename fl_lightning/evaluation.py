@@ -17,8 +17,8 @@ from fl_lightning.wire import State, fast_copy
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
-#: Samples in one forward pass: larger batches of images leave the cache and take longer.
-SAMPLES = 128
+#: Samples in one forward pass; what convolutions make of larger batches leaves the cache and takes longer.
+SAMPLES, SAMPLES_CONVOLVED = 512, 128
 #: Personal models stacked in one forward pass, and samples of all of them together.
 MODELS, STACKED_SAMPLES = 20, 2048
 
@@ -58,19 +58,23 @@ class Evaluator:
             clients: their numbers, shape (K,).
             split: ``val`` (what is held out of their training data, else their test data) or ``test``.
         """
-        metric = self._collected.to(clients.device)
-        for client, logits, target in self.outputs(module, clients.tolist(), split):
-            losses = F.cross_entropy(logits.double(), target, reduction="sum")
-            correct = (logits.argmax(1) == target).sum()
-            row = torch.tensor([client], device=clients.device)
-            metric.update(row, correct[None], losses[None], torch.tensor([len(target)], device=clients.device))
+        scored, outputs, targets = zip(*self.outputs(module, clients.tolist(), split), strict=True)
+        total = torch.tensor([len(target) for target in targets], device=clients.device)
+        logits, target = torch.cat(outputs), torch.cat(targets)
+        losses = F.cross_entropy(logits.double(), target, reduction="none")
+        correct = (logits.argmax(1) == target).to(losses)
+        # One sum per client over its own stretch of the samples.
+        sums = torch.split(torch.stack([correct, losses]), total.tolist(), dim=1)
+        per_client = torch.stack([part.sum(1) for part in sums])
+        rows = torch.tensor(scored, device=clients.device)
+        self._collected.to(clients.device).update(rows, per_client[:, 0], per_client[:, 1], total)
 
     def accuracies(self) -> Tensor:
         """Accuracy of every client in the evaluation under way, shape (clients,), NaN for clients not yet seen."""
         return self._collected.compute()["acc"].detach().clone().cpu()
 
     def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
-        """What to log: mean, spread and worst tenth over clients; the server's model on the global test set."""
+        """What to log: mean, spread and worst tenth over clients; the server's models on the global test set."""
         computed = self._collected.compute()
         self.scores[split] = self.accuracies()
         summary = client_summary(computed["acc"])
@@ -82,8 +86,10 @@ class Evaluator:
         }
         federation = module.federation
         untouched = split == "test" or federation.val is None
-        if federation.global_test is not None and untouched and not module.private_names:
-            logs[f"{split}/global_acc"] = self._global_accuracy(module, federation)
+        models = module.global_models() if federation.global_test is not None and untouched else []
+        if models:
+            scores = [share * self._global_accuracy(module, federation, state) for share, state in models]
+            logs[f"{split}/global_acc"] = torch.stack(scores).sum()
         return logs
 
     def outputs(self, module: FederatedModule, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
@@ -108,11 +114,11 @@ class Evaluator:
         for client in clients:
             yield from _one_model(module, [client], split)
 
-    def _global_accuracy(self, module: FederatedModule, federation: Federation) -> Tensor:
+    def _global_accuracy(self, module: FederatedModule, federation: Federation, state: State) -> Tensor:
         assert federation.global_test is not None
-        index, state = federation.global_test, fast_copy(module.server_state())
+        index, state = federation.global_test, fast_copy(state)
         correct = torch.zeros((), dtype=torch.float64, device=federation.device)
-        for part in torch.split(index, SAMPLES):
+        for part in torch.split(index, _samples(state)):
             logits = _forward(module, state, federation, federation.inputs[part])
             correct += (logits.argmax(1) == federation.targets[part]).sum()
         return correct / len(index)
@@ -145,7 +151,7 @@ def mean_loss(module: FederatedModule, state: State, client: int, split: Split =
     federation, state = module.federation, fast_copy(state)
     index = federation.index(split)[client]
     total = torch.zeros((), dtype=torch.float64, device=federation.device)
-    for part in torch.split(index, SAMPLES):
+    for part in torch.split(index, _samples(state)):
         x, y = federation.gather([client], part[None], module.compute_dtype)
         total += module.loss(module.call(state, x[0], training=False)[0], y[0]).double() * len(part)
     return total / len(index)
@@ -153,6 +159,10 @@ def mean_loss(module: FederatedModule, state: State, client: int, split: Split =
 
 def _forward(module: FederatedModule, state: State, federation: Federation, raw: Tensor) -> Tensor:
     return module.call(state, federation.features(raw, module.compute_dtype), training=False)[0]
+
+
+def _samples(state: State) -> int:
+    return SAMPLES_CONVOLVED if any(value.dim() >= 4 for value in state.values()) else SAMPLES
 
 
 def _targets(federation: Federation, client: int, index: Tensor) -> Tensor:
@@ -165,7 +175,7 @@ def _one_model(module: FederatedModule, clients: list[int], split: Split) -> Ite
     """All samples of clients that share a model, in large batches across clients."""
     federation, state = module.federation, fast_copy(module.personal_state(clients[0]))
     parts = [federation.index(split)[client] for client in clients]
-    batches = torch.split(torch.cat(parts), SAMPLES)
+    batches = torch.split(torch.cat(parts), _samples(state))
     logits = torch.cat([_forward(module, state, federation, federation.inputs[part]) for part in batches])
     for client, index, scores in zip(clients, parts, torch.split(logits, list(map(len, parts))), strict=True):
         yield client, scores, _targets(federation, client, index)

@@ -137,6 +137,18 @@ class Federation:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | ClientIndex)}
         return replace(self, **moved)
 
+    def shared(self) -> Federation:
+        """The same federation in memory that other processes can see; the samples are moved there once."""
+        if self.device.type != "cpu":
+            raise FederationError(f"Worker processes share a CPU's memory, not {self.device}: set workers=1.")
+        for value in vars(self).values():
+            if isinstance(value, Tensor):
+                value.share_memory_()  # type: ignore[no-untyped-call]
+            elif isinstance(value, ClientIndex):
+                value.flat.share_memory_()  # type: ignore[no-untyped-call]
+                value.offsets.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
     def features(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
         """Normalise gathered raw inputs and bring them to the net's precision; integer tokens stay as they are."""
         if self.mean is None or self.std is None:

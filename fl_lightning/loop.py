@@ -6,11 +6,13 @@ stopping and loggers of a stock ``Trainer`` count rounds.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from fl_lightning.client import ClientSnapshot
-from fl_lightning.engine import Job, Result
+from fl_lightning.engine import Job, Result, Stage
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import Message, State, is_finite, nbytes
 
@@ -31,12 +33,59 @@ if TYPE_CHECKING:
 DEV_CLIENTS, DEV_STEPS = 2, 2
 
 
+@dataclass(frozen=True)
+class Tally:
+    """What the stages of a round add up to.
+
+    Args:
+        up: bytes that clients sent.
+        down: bytes that the server sent.
+        trained: clients whose messages were aggregated.
+        left_out: clients whose updates were not finite.
+        samples: samples of the trained clients.
+        loss: their losses, each times its samples.
+        clients_seconds: time that local training took, with all that belongs to it.
+        server_seconds: time that the aggregate and the server's step took.
+    """
+
+    up: int = 0
+    down: int = 0
+    trained: int = 0
+    left_out: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    clients_seconds: float = 0.0
+    server_seconds: float = 0.0
+
+    def count(self, messages: list[Message], left_out: int) -> Tally:
+        """With the clients of a stage."""
+        samples, loss = sum(m.samples for m in messages), sum(m.loss * m.samples for m in messages)
+        return replace(self, trained=len(messages), left_out=left_out, samples=samples, loss=loss)
+
+    def add(self, other: Tally) -> Tally:
+        """This and a later stage."""
+        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def summary(self) -> dict[str, float]:
+        """What is logged of the round; the loss is the mean over samples."""
+        return {
+            "train/loss": self.loss / self.samples if self.samples else math.nan,
+            "comm/up_bytes": float(self.up),
+            "comm/down_bytes": float(self.down),
+            "clients/trained": float(self.trained),
+            "clients/left_out": float(self.left_out),
+            "time/clients": self.clients_seconds,
+            "time/server": self.server_seconds,
+        }
+
+
 class FederatedLoop(_Loop):
     """Runs one round each time it is called.
 
-    Nothing of the round is kept until it is over: the server's model and the snapshots change together at the end. A
-    run that stops before that resumes as if the round had not begun; one that stops after it, with a checkpoint
-    written before Lightning has counted the round, does not run the round twice.
+    A round has one stage, unless the method divides it. Nothing of a stage is kept until it is over: the server's model
+    and the snapshots change together at its end. A run that stops before that resumes as if the stage had not begun;
+    one that stops after the last stage, with a checkpoint written before Lightning has counted the round, does not run
+    the round twice.
 
     Args:
         trainer: the Trainer that it hangs under.
@@ -56,48 +105,69 @@ class FederatedLoop(_Loop):
         return self.module.summary
 
     def _round(self, round: int) -> None:
-        cohort = self.module.cohort(round)
+        """All stages of the round, but for those that were done before the run was resumed."""
+        module, cohort = self.module, self.module.cohort(round)
         if self.trainer.fast_dev_run:
             cohort = cohort[:DEV_CLIENTS]
-        self._hook("on_round_start", round, cohort)
+        stages = [stage for stage in module.stages(round, cohort) if stage.clients]
+        if not stages:
+            raise FederationError(f"{type(module).__name__} has no client to train in round {round}.")
+        if self.trainer.fast_dev_run:
+            stages = [replace(stage, clients=stage.clients[:DEV_CLIENTS]) for stage in stages]
+        self._hook("on_round_start", round, [client for stage in stages for client in stage.clients])
+        messages: list[Message] = []
+        for number in range(module.completed_stages, len(stages)):
+            messages += self._stage(round, stages[number], last=number + 1 == len(stages))
+        self._hook("on_round_end", messages)
+
+    def _stage(self, round: int, stage: Stage, last: bool) -> list[Message]:
+        """Train a stage's clients and commit what the server makes of their messages, which are returned."""
+        self.module.stage = stage
         began, down, messages, snapshots = time.perf_counter(), 0, [], {}
-        for job, received, result in self._train(cohort, round):
-            message, snapshots[job.client] = self._collect(job, received, result, round)
+        for number, received, result in self._train(stage, round):
+            message, snapshots[number] = self._collect(number, received, result, round)
             messages.append(message)
             down += nbytes(received)
-            self._hook("on_client_end", job.client, message)
+            self._hook("on_client_end", number, message)
+            self._hook("on_message_up", number, message)
         messages.sort(key=lambda message: message.client)
-        traffic = {"comm/up_bytes": float(sum(m.nbytes for m in messages)), "comm/down_bytes": float(down)}
+        tally = Tally(up=sum(m.nbytes for m in messages), down=down)
         kept = self._finite(messages, snapshots)
         left_out = len(messages) - len(kept)
         self._hook("on_before_aggregate", kept)
-        counts = {"clients/trained": float(len(kept)), "clients/left_out": float(left_out)}
-        times = {"time/clients": time.perf_counter() - began}
-        self._commit(round, kept, snapshots, {"train/loss": _mean_loss(kept), **traffic, **counts, **times})
-        self._hook("on_round_end", kept)
+        tally = replace(tally, clients_seconds=time.perf_counter() - began)
+        if stage.training is None:
+            tally = tally.count(kept, left_out)
+        else:
+            snapshots = {}
+        self._commit(round, kept, snapshots, tally, last)
+        return kept
 
-    def _train(self, cohort: list[int], round: int) -> Iterator[tuple[Job, State, Result]]:
-        """Train the cohort stack by stack, similar sizes together."""
+    def _train(self, stage: Stage, round: int) -> Iterator[tuple[int, State, Result]]:
+        """Train a stage's clients stack by stack, similar sizes together."""
         module, federation = self.module, self.module.federation
         sizes = federation.train.sizes
-        order = sorted(cohort, key=lambda client: (-int(sizes[client]), client))
+        order = sorted(stage.clients, key=lambda number: (-int(sizes[module.client_of(number)]), number))
         steps = DEV_STEPS if self.trainer.fast_dev_run else None
         width = module.engine.width
         for start in range(0, len(order), width):
             received = {}
-            for client in order[start : start + width]:
-                received[client] = module.message_down(client)
-                self._hook("on_client_start", client, received[client])
-            jobs = [Job(client, module.begin(client, message)) for client, message in received.items()]
+            for number in order[start : start + width]:
+                received[number] = module.message_down(number)
+                self._hook("on_client_start", number, received[number])
+            jobs = [Job(module.client_of(n), module.begin(n, message)) for n, message in received.items()]
             with self.trainer.profiler.profile("local_training"), _no_autocast_cache():
-                results = module.engine.train(module, federation, jobs, round, steps)
-            yield from zip(jobs, received.values(), results, strict=True)
+                results = module.engine.train(stage.training or module, federation, jobs, round, steps)
+            if stage.training is None:
+                module.after_training({n: r.state for n, r in zip(received, results, strict=True)}, round)
+            yield from zip(received, received.values(), results, strict=True)
 
-    def _collect(self, job: Job, received: State, result: Result, round: int) -> tuple[Message, ClientSnapshot]:
-        tensors, private = self.module.finish(job.client, result.state, received)
-        message = Message(job.client, tensors, len(self.module.federation.train[job.client]), result.loss)
+    def _collect(self, number: int, received: State, result: Result, round: int) -> tuple[Message, ClientSnapshot]:
+        module = self.module
+        tensors, private = module.finish(number, result.state, received)
+        message = Message(number, tensors, len(module.federation.train[module.client_of(number)]), result.loss)
         kept = {name: value.detach().clone() for name, value in private.items()}
-        return message, self.module.snapshots[job.client].after(kept, round, result.steps)
+        return message, module.snapshots[number].after(kept, round, result.steps)
 
     def _finite(self, messages: list[Message], snapshots: dict[int, ClientSnapshot]) -> list[Message]:
         """Leave out clients whose update, sent or kept, is not finite; their snapshots stay as they were."""
@@ -116,18 +186,22 @@ class FederatedLoop(_Loop):
         return finite
 
     def _commit(
-        self, round: int, messages: list[Message], snapshots: dict[int, ClientSnapshot], summary: dict[str, float]
+        self, round: int, messages: list[Message], snapshots: dict[int, ClientSnapshot], tally: Tally, last: bool
     ) -> None:
         module, began = self.module, time.perf_counter()
         with _interrupts_held():
             module.server_step(module.aggregate(messages))
-            summary["time/server"] = time.perf_counter() - began
+            server_seconds = time.perf_counter() - began
             for message in messages:
-                module.snapshots[message.client] = snapshots[message.client]
-            module.bytes_up += int(summary["comm/up_bytes"])
-            module.bytes_down += int(summary["comm/down_bytes"])
-            module.completed_rounds = round + 1
-            module.summary = {**summary, **module.round_metrics()}
+                if message.client in snapshots:
+                    module.snapshots[message.client] = snapshots[message.client]
+            module.bytes_up += tally.up
+            module.bytes_down += tally.down
+            module.tally = module.tally.add(replace(tally, server_seconds=server_seconds))
+            module.completed_stages += 1
+            if last:
+                module.summary = {**module.tally.summary(), **module.round_metrics()}
+                module.completed_rounds, module.completed_stages, module.tally = round + 1, 0, Tally()
 
     def _hook(self, name: str, *args: Any) -> None:
         """Call a round hook of every callback that has it, and of the module."""
@@ -139,12 +213,6 @@ class FederatedLoop(_Loop):
         function = getattr(self.module, name, None)
         if callable(function):
             function(*args)
-
-
-def _mean_loss(messages: list[Message]) -> float:
-    """Mean training loss, weighted by samples."""
-    total = sum(message.samples for message in messages)
-    return sum(message.loss * message.samples for message in messages) / total
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -14,12 +15,23 @@ from torch.optim import Optimizer
 
 from fl_lightning import persistence, seeding
 from fl_lightning.client import SnapshotStore
-from fl_lightning.engine import Batch, FunctionalNet, Gradient, LocalTraining, Move, Phase, Update, entries, make_engine
+from fl_lightning.engine import (
+    Batch,
+    FunctionalNet,
+    Gradient,
+    LocalTraining,
+    Move,
+    Phase,
+    Stage,
+    Update,
+    entries,
+    make_engine,
+)
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import Evaluator
 from fl_lightning.federation import Federation
 from fl_lightning.lightning_checks import check_data, check_net, check_trainer
-from fl_lightning.loop import FederatedLoop
+from fl_lightning.loop import FederatedLoop, Tally
 from fl_lightning.nets import FedNet
 from fl_lightning.progress import federated_progress_bar
 from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
@@ -41,6 +53,7 @@ class FederatedModule(LightningModule):
     ``client_loss``     the local objective
     ``moves``           what happens on a minibatch, if it is not one SGD step on ``client_loss``
     ``phases``          what is trained for how many epochs
+    ``stages``          who trains after whom within a round
     ``message_down``    what the server sends; ``begin`` makes the client's state of it
     ``finish``          what the client sends up and what it keeps
     ``aggregate``       what the server makes of the messages
@@ -65,6 +78,7 @@ class FederatedModule(LightningModule):
             learning rate 1, the default, is FedAvg, adaptive ones give FedOpt.
         engine: how a cohort is trained: ``auto``, ``sequential``, ``stacked`` or ``captured``.
         clients_per_stack: how many clients are trained together at most.
+        workers: how many processes the clients of a round are shared out to, each with one core.
         seed: seed of all streams; None takes that of ``seed_everything``, else 0.
     """
 
@@ -82,6 +96,7 @@ class FederatedModule(LightningModule):
         server_optimizer: ServerOptimizer | None = None,
         engine: str = "auto",
         clients_per_stack: int = 16,
+        workers: int = 1,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -94,10 +109,14 @@ class FederatedModule(LightningModule):
         self.weighting: Weighting = _one_of("weighting", weighting, ("samples", "uniform"))
         self.buffers_policy: BufferPolicy = _one_of("buffers", buffers, ("average", "keep", "reset"))
         self.server_optimizer = server_optimizer
-        self.engine = make_engine(engine, clients_per_stack)
+        self.engine = make_engine(engine, clients_per_stack, workers)
         self.snapshots = SnapshotStore()
+        #: What the server keeps between rounds beside its net, by name; it is checkpointed. A method may replace its
+        #: entries in ``aggregate``.
+        self.memory: State = {}
         self.evaluator = Evaluator()
-        self.bytes_up = self.bytes_down = self.completed_rounds = 0
+        self.bytes_up = self.bytes_down = self.completed_rounds = self.completed_stages = 0
+        self.stage, self.tally = Stage(()), Tally()  # under way, and what those before it in the round add up to
         self.summary: dict[str, float] = {}
         buffers_of_net = entries(self.net).keys() - dict(self.net.named_parameters()).keys()
         self._initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n in buffers_of_net}
@@ -141,6 +160,23 @@ class FederatedModule(LightningModule):
         cohort: list[int] = self.datamodule.cohort(round)
         return cohort
 
+    def stages(self, round: int, cohort: list[int]) -> Sequence[Stage]:
+        """The stages of a round, one after the other; by default one, in which the cohort trains.
+
+        The server aggregates after each of them; ``self.stage`` is the one under way. Must depend on nothing but its
+        arguments, the method's settings and the federation: a resumed run asks again and goes on after the last stage
+        that was completed.
+        """
+        return [Stage(cohort)]
+
+    def client_of(self, number: int) -> int:
+        """The client whose data and streams a number of the cohort stands for: itself, where clients train one model.
+
+        A method whose clients train several models in a round numbers them all in ``cohort``; messages, snapshots and
+        hooks then go by these numbers.
+        """
+        return number
+
     def message_down(self, client: int) -> State:
         """What the server sends to a client: the shared entries."""
         state = self.server_state()
@@ -153,12 +189,15 @@ class FederatedModule(LightningModule):
             state |= {name: value.to(state[name]) for name, value in self._initial_buffers.items()}
         return {**state, **message, **self.snapshots[client].private}
 
+    def after_training(self, states: Mapping[int, State], round: int) -> None:
+        """Called with the states of a stack of trained clients, to add entries for ``finish`` to them; adds none."""
+
     def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
         """What a trained client sends up, and the private entries that it keeps."""
         return {name: state[name] for name in self.shared_names}, {name: state[name] for name in self.private_names}
 
     def aggregate(self, messages: list[Message]) -> State:
-        """New values of the server's shared entries; the server's optimizer steps towards them."""
+        """New values of entries of :attr:`server`; the server's optimizer steps towards them, the others stay."""
         return weighted_mean(messages, message_weights(messages, self.weighting))
 
     def round_metrics(self) -> dict[str, float]:
@@ -175,6 +214,22 @@ class FederatedModule(LightningModule):
     def model_key(self, client: int) -> int:
         """Clients with equal keys are evaluated with one and the same model."""
         return client if self.private_names else -1
+
+    @property
+    def server(self) -> nn.Module:
+        """What the server's optimizer steps: the net, or several nets for a method that has several models."""
+        return self.net
+
+    def server_extras(self) -> dict[str, Any]:
+        """What the server keeps beside its models, for a checkpoint: plain dicts of tensors and numbers."""
+        return {}
+
+    def load_server_extras(self, extras: dict[str, Any]) -> None:
+        """Bring back what :meth:`server_extras` gave."""
+
+    def global_models(self) -> Sequence[tuple[float, State]]:
+        """Models scored on a test set that belongs to nobody, each with the share of clients that it is for."""
+        return [] if self.private_names else [(1.0, self.server_state())]
 
     # ---- what a method may use ------------------------------------------------------------------------------
 
@@ -243,6 +298,16 @@ class FederatedModule(LightningModule):
         """Noise entries of the net's dropout layers."""
         return self.functional.dropout_shapes(x)
 
+    def for_worker(self) -> Self:
+        """A copy that another process can train clients with: no Trainer, no clients, no server's optimizer."""
+        twin = copy.copy(self)
+        twin._modules = {**self._modules, "net": copy.deepcopy(self.net)}
+        twin._trainer = None
+        twin.server_optimizer = None
+        twin.snapshots, twin.evaluator, twin.engine = SnapshotStore(), Evaluator(), make_engine("sequential")
+        twin.__dict__["_functional"] = None
+        return twin
+
     # ---- Lightning ------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Callback]:
@@ -261,18 +326,25 @@ class FederatedModule(LightningModule):
         self.__dict__["_functional"] = None  # made anew where the module then lies
         if stage == "fit":
             self.engine.reset()
-            self.completed_rounds = 0  # of this fit; a checkpoint that is resumed says otherwise
+            # Of this fit; a checkpoint that is resumed says otherwise.
+            self.completed_rounds = self.completed_stages = 0
+            self.tally = Tally()
             self.trainer.fit_loop.federated = FederatedLoop(self.trainer, self)  # type: ignore[attr-defined]
 
+    def teardown(self, stage: str) -> None:
+        """Let the engine forget what it prepared, and stop its processes."""
+        self.engine.reset()
+
     def on_fit_start(self) -> None:
-        """Clients follow the module to its device, which a checkpoint is read before."""
+        """Clients and the server's memory follow the module to its device, which a checkpoint is read before."""
         self.snapshots.to(self.device)
+        self.memory = {name: value.to(self.device) for name, value in self.memory.items()}
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def configure_optimizers(self) -> Optimizer:
         """The server's optimizer."""
-        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        parameters = [p for p in self.server.parameters() if p.requires_grad]
         if not parameters:
             raise FederationError(f"{type(self.net).__name__} has no trainable parameters.")
         return (
@@ -288,11 +360,11 @@ class FederatedModule(LightningModule):
         """Step the server's model towards ``target``: the optimizer's gradient is minus the change."""
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
-        for name, parameter in self.net.named_parameters():
+        for name, parameter in self.server.named_parameters():
             parameter.grad = parameter.detach() - target[name] if name in target and parameter.requires_grad else None
         optimizer.step()
         optimizer.zero_grad()
-        for name, value in self.net.named_buffers():
+        for name, value in self.server.named_buffers():
             if name in target:
                 value.copy_(target[name])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import nn
 
-from fl_lightning.engine import AutoEngine
 from fl_lightning.errors import FederationError
+from fl_lightning.loop import Tally
 from fl_lightning.nets import FedNet
 
 if TYPE_CHECKING:
@@ -42,9 +43,13 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "method": type(module).__name__,
         "seed": module.seed,
         "data": getattr(data, "fingerprint", None),
-        "engine": module.engine.choice if isinstance(module.engine, AutoEngine) else module.engine.name,
+        "engine": module.engine.choice,
         "clients": module.snapshots.state_dict(),
+        "memory": dict(module.memory),
         "rounds": module.completed_rounds,
+        "stages": module.completed_stages,
+        "tally": asdict(module.tally),
+        "server": module.server_extras(),
         "summary": dict(module.summary),
         "bytes": [module.bytes_up, module.bytes_down],
         "scores": module.evaluator.state_dict(),
@@ -65,10 +70,13 @@ def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     _check_entries(module, checkpoint["state_dict"])
     if module._trainer is not None:
         _check_run(module, module._trainer, saved)
-    if isinstance(module.engine, AutoEngine) and saved["engine"] is not None:
-        module.engine = AutoEngine(module.engine.width, saved["engine"])
+    if saved["engine"] is not None:
+        module.engine.settle(saved["engine"])
     module.snapshots.load_state_dict(saved["clients"])
+    module.memory = dict(saved.get("memory", {}))
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
+    module.completed_stages, module.tally = saved.get("stages", 0), Tally(**saved.get("tally", {}))
+    module.load_server_extras(saved.get("server", {}))
     module.bytes_up, module.bytes_down = saved["bytes"]
     module.evaluator.load_state_dict(saved["scores"])
 
@@ -80,6 +88,8 @@ def _check_entries(module: FederatedModule, saved: dict[str, torch.Tensor]) -> N
             f"The checkpoint's model does not fit {type(module.net).__name__}: make the net with the settings it was "
             "trained with, or use load_from_checkpoint."
         )
+    if module._trainer is not None and module._trainer.precision == "64-true":
+        module.double()  # the Trainer would do so only after the weights are read, and they would lose digits
 
 
 def _check_run(module: FederatedModule, trainer: Trainer, saved: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ one tick per client that has trained; validation, test and prediction look as be
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedCo
 from rich.progress import Task
 from rich.text import Text
 
+from fl_lightning.view import View
 from fl_lightning.wire import Message
 
 
@@ -129,6 +131,99 @@ class FederatedRichProgressBar(RichProgressBar):
         """``Round 3/99``, as wide as the validation bar's description so that the bars stay aligned."""
         last = f"/{self.trainer.max_epochs - 1}" if self.trainer.max_epochs not in (None, -1) else ""
         return f"Round {round}{last}".ljust(len(self.validation_description))
+
+
+class RoundProgress(ProgressBar):
+    """The command line's view of a run: round, clients done, local steps a second, mean accuracy, time to the end.
+
+    ``Trainer(callbacks=[RoundProgress()])`` gives it to runs in Python. Where there is no terminal it writes a plain
+    line every ten seconds.
+
+    Args:
+        quiet: show nothing.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        super().__init__()
+        self.quiet = quiet
+        self._view: View | None = None
+        self._clients = self._trained = self._before = 0
+        self._began = 0.0
+        self._speed = self._accuracy = ""
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        self.quiet = True
+
+    def enable(self) -> None:
+        """Show progress again."""
+        self.quiet = False
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """What the module prints, above the view."""
+        if self._view is not None:
+            self._view.print(" ".join(map(str, args)))
+        else:
+            print(*args, **kwargs)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with the first round, or where a checkpoint left off."""
+        rounds = trainer.max_epochs if trainer.max_epochs not in (None, -1) else None
+        self._view = View("round", rounds, trainer.current_epoch, self.quiet)
+
+    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
+        """Count the clients anew."""
+        self._clients, self._trained, self._began = len(cohort), 0, time.monotonic()
+        self._before = _steps(pl_module)
+        self._update(round)
+
+    def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
+        """Count the client."""
+        self._trained += 1
+        self._update(trainer.current_epoch)
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """Measure the round's speed."""
+        seconds = time.monotonic() - self._began
+        if seconds > 0:
+            self._speed = f"{(_steps(pl_module) - self._before) / seconds:,.0f} steps/s"
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the round's accuracy."""
+        if "val/acc" in trainer.callback_metrics and not trainer.sanity_checking:
+            self._accuracy = f"accuracy {100 * float(trainer.callback_metrics['val/acc']):.1f} %"
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The round is over."""
+        if self._view is not None:
+            self._view.update(trainer.current_epoch + 1, self._counted(), self._speed, self._accuracy)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the last line on the screen."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The same where a run breaks off."""
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+
+    on_exception = teardown  # type: ignore[assignment]
+
+    def _update(self, round: int) -> None:
+        if self._view is not None:
+            # A round's clients and its validation share the step to the next round.
+            part = 0.9 * self._trained / max(self._clients, 1)
+            self._view.update(round + part, self._counted(), self._speed, self._accuracy)
+
+    def _counted(self) -> str:
+        return f"clients {self._trained}/{self._clients}" if self._clients else ""
+
+
+def _steps(module: Any) -> int:
+    """Local steps that all clients have taken so far."""
+    snapshots = getattr(module, "snapshots", {})
+    return sum(snapshots[client].steps for client in snapshots)
 
 
 def federated_progress_bar(bar: ProgressBar) -> ProgressBar | None:

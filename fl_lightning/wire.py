@@ -21,6 +21,28 @@ def nbytes(tensors: State) -> int:
     )
 
 
+def pack_bits(mask: Tensor) -> Tensor:
+    """A mask of n entries as it crosses the wire: eight to a byte, the first in the lowest bit, ceil(n / 8) bytes.
+
+    Example:
+        >>> pack_bits(torch.tensor([True, False, True] + [False] * 6 + [True])).tolist()
+        [5, 2]
+    """
+    bits = torch.nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, n: int) -> Tensor:
+    """The n entries of a packed mask, bool, shape (n,).
+
+    Example:
+        >>> unpack_bits(torch.tensor([5], dtype=torch.uint8), 4).tolist()
+        [True, False, True, False]
+    """
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    return bits.flatten()[:n].bool()
+
+
 def is_finite(tensors: State) -> bool:
     """Whether every floating entry is finite."""
     return all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point())

@@ -2,22 +2,32 @@
 
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.bias import ParameterBiasCallback
+from fl_lightning.callbacks.clusters import ClustersCallback
+from fl_lightning.callbacks.dashboard import Dashboard
 from fl_lightning.callbacks.factors import FactorsCallback
 from fl_lightning.callbacks.fairness import FairnessCallback
 from fl_lightning.callbacks.inferred import InferredDistributionCallback
+from fl_lightning.callbacks.ledger import LedgerCallback
+from fl_lightning.callbacks.record import RunRecord
 from fl_lightning.progress import (
     FederatedRichProgressBar,
     FederatedTQDMProgressBar,
+    RoundProgress,
     federated_progress_bar,
 )
 
 __all__ = [
+    "ClustersCallback",
+    "Dashboard",
     "FactorsCallback",
     "FairnessCallback",
     "FederatedCallback",
     "FederatedRichProgressBar",
     "FederatedTQDMProgressBar",
     "InferredDistributionCallback",
+    "LedgerCallback",
     "ParameterBiasCallback",
+    "RoundProgress",
+    "RunRecord",
     "federated_progress_bar",
 ]

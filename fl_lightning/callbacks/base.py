@@ -38,6 +38,20 @@ class FederatedCallback(Callback):
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
         """A client has trained. Clients that are trained together end together, each with a call of its own.
 
+        Defences at the client act here: they may replace the message's tensors.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the federated method.
+            client: the client's number.
+            message: what it is about to send to the server.
+        """
+
+    def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
+        """A client's message crosses the wire, as every callback's ``on_client_end`` left it.
+
+        Ledgers and eavesdroppers look here, and change nothing.
+
         Args:
             trainer: the Trainer.
             pl_module: the federated method.
@@ -48,7 +62,7 @@ class FederatedCallback(Callback):
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """All clients of the round have trained; the server has not yet used what they sent.
 
-        Defences and eavesdroppers act here. The list and the messages' tensors may be changed in place, and the server
+        Defences at the server act here. The list and the messages' tensors may be changed in place, and the server
         aggregates what is left.
 
         Args:

@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -75,6 +75,23 @@ def cached(root: Path, config: Config, seed: int) -> dict[str, Any] | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     return result
+
+
+class Part(NamedTuple):
+    """How far a run has come: rounds done, of how many, and the accuracy so far in percent."""
+
+    rounds: int
+    total: int
+    accuracy: float
+
+
+def progress_of(root: Path, config: Config, seed: int) -> Part | None:
+    """How far a run that is under way has come, or None if nothing is known."""
+    try:
+        words = (folder_of(root, config, seed) / PROGRESS).read_text().replace(",", "").split()
+        return Part(int(words[0]), int(words[2]), float(words[4]))
+    except (FileNotFoundError, IndexError, ValueError):
+        return None
 
 
 def run_cell(root: Path, config: Config, seed: int, threads: int = 1) -> dict[str, Any]:
@@ -146,7 +163,7 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
         "metrics": metrics,
         "rounds": len(recorder.curves["local_test_acc"]),
         "seconds": round(recorder.elapsed(), 1),
-        "engine": getattr(module.engine, "choice", None) or module.engine.name,
+        "engine": module.engine.choice,
         "bytes": [module.bytes_up, module.bytes_down],
         "curves": recorder.curves,
         "clients": [round(float(value), 4) for value in 100 * module.evaluator.scores["val"]],

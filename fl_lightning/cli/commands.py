@@ -23,7 +23,13 @@ COMMANDS = {
     "test": Command("fl_lightning.cli.lightning", "evaluate every client on its test set"),
     "predict": Command("fl_lightning.cli.lightning", "predict the classes of every client's test set"),
     "reproduce": Command("fl_lightning.cli.reproduce", "run a published table, put the results beside it"),
+    "compare": Command("fl_lightning.cli.compare", "put finished runs side by side, write a report"),
     "partition": Command("fl_lightning.cli.partition", "build a partition, show it, write its manifest"),
+    "methods": Command("fl_lightning.cli.lists", "list all methods, one line each"),
+    "partitions": Command("fl_lightning.cli.lists", "list all partitions, one line each"),
+    "tables": Command("fl_lightning.cli.lists", "list all published tables that can be run again"),
+    "demo": Command("fl_lightning.cli.demo", "fit three methods on small data, in about a minute"),
+    "completion": Command("fl_lightning.cli.completion", "print a script for the shell's tab key"),
 }
 
 
@@ -47,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def usage() -> str:
     """The help text of ``fl-lightning`` itself."""
-    lines = [f"  {name:<11}{command.help}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<12}{command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: fl-lightning COMMAND [options]",
@@ -56,15 +62,18 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "fl-lightning COMMAND --help lists a command's options,",
-            "fl-lightning fit --model.help FedProx those of a method.",
+            "fl-lightning fit --config quickstart              a first run, from any folder",
+            "fl-lightning fit --config quickstart --dry_run    what it would do, send and take",
+            "fl-lightning fit --model.help FedProx             the options of a method",
+            "fl-lightning COMMAND --help                       the options of a command",
+            "",
+            "fit, validate, test and predict take --use FILE.py to find methods, networks, data, partitions and",
+            "callbacks of your own by their class names, and --quiet to show no progress.",
         ]
     )
 
 
 def _run(arguments: list[str]) -> None:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
     from fl_lightning.errors import FederationError
 
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning 2.6 with newer torch
@@ -74,8 +83,11 @@ def _run(arguments: list[str]) -> None:
     except BrokenPipeError:  # the reader, such as head, has seen enough; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
+        # A command that needs no Lightning does not wait for it.
+        fabric = sys.modules.get("lightning.fabric.utilities.exceptions")
+        expected = (FederationError, *([fabric.MisconfigurationException] if fabric else []))
         cause: BaseException | None = error  # jsonargparse wraps what a constructor raises
-        while cause is not None and not isinstance(cause, FederationError | MisconfigurationException):
+        while cause is not None and not isinstance(cause, expected):
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise

@@ -15,15 +15,19 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.callbacks import Dashboard, RoundProgress, RunRecord
+from fl_lightning.cli.compare import experiments_of
+from fl_lightning.cli.parsing import FederatedArgumentParser
+from fl_lightning.cli.report import write_report
+from fl_lightning.cli.runs import find
 from fl_lightning.datamodules import Digits, Unimodal
 from fl_lightning.methods import FedAvg, FedProx, Local
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import MLP
+from fl_lightning.pictures import STYLES
 
 ROUNDS = 30
 FOLDER = Path("runs/demo")
-#: Okabe and Ito's colours, told apart by everyone.
-COLOURS = ("#0072B2", "#D55E00", "#009E73")
 
 
 @dataclass
@@ -64,7 +68,7 @@ def run(name: str, module: FederatedModule, folder: Path, rounds: int) -> Run:
         max_epochs=rounds,
         accelerator="cpu",
         logger=loggers,
-        callbacks=[curve],
+        callbacks=[curve, RunRecord(), Dashboard(tsne=False), RoundProgress()],
         enable_model_summary=False,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
@@ -96,7 +100,7 @@ def picture(runs: list[Run], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for one, colour, style in zip(runs, COLOURS, ("-", "--", ":"), strict=True):
+    for one, (colour, style) in zip(runs, STYLES, strict=False):
         rounds = range(1, len(one.curve.accuracy) + 1)
         axes.plot(rounds, one.curve.accuracy, color=colour, linestyle=style, linewidth=2, label=one.name)
     axes.set(xlabel="round", ylabel="mean local test accuracy (%)", ylim=(0, 101))
@@ -105,8 +109,17 @@ def picture(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(folder: Path = FOLDER, rounds: int = ROUNDS) -> list[Run]:
-    """Fit, print the table, save the picture, say how to open TensorBoard."""
+def main(argv: list[str]) -> None:
+    """Run the command; ``argv`` begins with its name."""
+    parser = FederatedArgumentParser(prog="fl-lightning demo", description=__doc__)
+    parser.add_argument("--out", type=str, default=str(FOLDER), help="folder for the runs, the picture and the report")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each run")
+    options = parser.parse_args(argv[1:])
+    demo(Path(options.out), options.rounds)
+
+
+def demo(folder: Path = FOLDER, rounds: int = ROUNDS) -> list[Run]:
+    """Fit, print the table, save the picture and the report, say how to open TensorBoard."""
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     torch.set_num_threads(1)  # nets as small as these gain nothing from more
@@ -119,9 +132,11 @@ def main(folder: Path = FOLDER, rounds: int = ROUNDS) -> list[Run]:
     console.print(table(runs))
     picture(runs, folder / "accuracy.png")
     console.print(f"Accuracy by round: {folder / 'accuracy.png'}")
+    write_report(folder / "report.html", experiments_of(find([str(folder)])), "Three methods on the digits data")
+    console.print(f"Report:            {folder / 'report.html'}")
     console.print(f"All curves:        .venv/bin/tensorboard --logdir {folder}")
     return runs
 
 
 if __name__ == "__main__":
-    main()
+    demo()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-#: Okabe and Ito's colours, told apart by everyone, and line styles for print.
-STYLES = (("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#E69F00", "-"), ("#56B4E9", "--"))
+from fl_lightning.pictures import STYLES
+
 #: Results of the seeds of one method.
 Runs = Sequence[Mapping[str, Any]]
 
@@ -18,7 +19,7 @@ def curves(runs: Mapping[str, Runs], path: Path, title: str) -> None:
     """Mean local test accuracy by round, one line per method, averaged over seeds (the papers' figures 4 and 7)."""
 
     def draw(axes: Any) -> None:
-        for (colour, line), (method, results) in zip(STYLES, runs.items(), strict=False):
+        for (colour, line), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
             mean = _mean(results, "local_test_acc")
             axes.plot(range(1, len(mean) + 1), mean, color=colour, linestyle=line, label=method)
         axes.set(xlabel="round", ylabel="mean local test accuracy (%)", title=title)
@@ -30,7 +31,7 @@ def sub_populations(runs: Mapping[str, Runs], path: Path, title: str) -> None:
     """Accuracy of majority (thin) and minority (thick) by round (the papers' figure 5)."""
 
     def draw(axes: Any) -> None:
-        for (colour, _), (method, results) in zip(STYLES, runs.items(), strict=False):
+        for (colour, _), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
             for group, width, line in (("majority", 1.0, "--"), ("minority", 2.2, "-")):
                 mean = _mean(results, group)
                 name = f"{method}, {group}"
@@ -56,6 +57,23 @@ def distribution(runs: Mapping[str, Runs], path: Path, title: str) -> None:
         axes.legend()
     rows[-1].set_xlabel(f"{title}: local test accuracy (%)")
     figure.savefig(path, dpi=110)
+
+
+def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: str) -> None:
+    """Final accuracy over a setting, mean and standard deviation over seeds; what is no number is a level line."""
+
+    def draw(axes: Any) -> None:
+        for (colour, style), (name, runs) in zip(STYLES, lines.items(), strict=False):
+            final = {x: [result["metrics"]["local_test_acc"] for result in results] for x, results in runs.items()}
+            points = sorted(x for x in final if isinstance(x, int | float))
+            means, spread = [np.mean(final[x]) for x in points], [np.std(final[x]) for x in points]
+            axes.errorbar(points, means, spread, color=colour, linestyle=style, marker="o", capsize=3, label=name)
+            for x in final.keys() - set(points):
+                level = float(np.mean(final[x]))
+                axes.axhline(level, color=colour, linestyle=":", linewidth=1, label=f"{name}, {key} = {x}")
+        axes.set(xlabel=key, ylabel="mean local test accuracy (%)", title=title)
+
+    _picture(draw, path)
 
 
 def _mean(results: Runs, name: str) -> Any:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from typing import Any
 
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-import fl_lightning.callbacks
 import fl_lightning.methods
 import fl_lightning.optim  # noqa: F401
 from fl_lightning import persistence
+from fl_lightning.callbacks import RoundProgress, RunRecord
+from fl_lightning.cli.names import resolve
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.datamodules import FederatedDataModule
+from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 
 
@@ -32,7 +39,7 @@ class FederatedCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
-            trainer_defaults={"log_every_n_steps": 1, "num_sanity_val_steps": 0},
+            trainer_defaults={"log_every_n_steps": 1, "num_sanity_val_steps": 0, "callbacks": [RunRecord()]},
             parser_class=FederatedArgumentParser,
             args=args,
             **kwargs,
@@ -53,10 +60,47 @@ class FederatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The net's number of classes is that of the data."""
+        parser.add_argument("--quiet", action="store_true", help="show no progress")
+        parser.add_argument(
+            "--dry_run", action="store_true", help="print clients, steps, bytes and estimated time, and stop"
+        )
         parser.link_arguments("data.num_classes", "model.init_args.net.init_args.num_classes", apply_on="instantiate")
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """One view of progress for everyone who has not chosen another."""
+        given = config.get("callbacks") or []
+        chosen = any(isinstance(callback, ProgressBar) for callback in (given if isinstance(given, list) else [given]))
+        if self._get(self.config, "quiet") or self._get(self.config, "dry_run"):
+            config |= {"enable_progress_bar": False, "enable_model_summary": False}
+            warnings.simplefilter("ignore", PossibleUserWarning)
+            for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities.core.rank_zero"):
+                logging.getLogger(name).setLevel(logging.WARNING)
+        elif config.get("enable_progress_bar") is not False and not chosen:
+            callbacks = [*callbacks, RoundProgress()]
+        return super()._instantiate_trainer(config, callbacks)
+
+    def fit(self, model: FederatedModule, datamodule: Any = None, **kwargs: Any) -> None:
+        """Train, or say what training would take."""
+        if not self._get(self.config, "dry_run"):
+            self.trainer.fit(model, datamodule=datamodule, **kwargs)
+            return
+        from fl_lightning.cli.plan import plan
+
+        options = {name: self._get(self.config, f"trainer.{name}") for name in ("accelerator", "devices", "precision")}
+        rounds = self._get(self.config, "trainer.max_epochs")
+        print("\n".join(plan(model, datamodule, rounds, **options).lines()))
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Refuse to try what cannot be tried."""
+        if subcommand != "fit" and self._get(self.config, "dry_run"):
+            raise FederationError(f"--dry_run is an option of fit, not of {subcommand}.")
+        super()._run_subcommand(subcommand)
 
 
 def main(argv: list[str]) -> None:
     """Run ``fl-lightning`` with a Lightning subcommand as its first argument."""
-    # LightningCLI warns about arguments that it is given while the process has some of its own.
-    FederatedCLI(args=None if argv == sys.argv[1:] else argv)
+    own = argv == sys.argv[1:]
+    arguments = resolve(argv)
+    if own:  # LightningCLI warns about arguments that it is given while the process has some of its own
+        sys.argv[1:] = arguments
+    FederatedCLI(args=None if own else arguments)

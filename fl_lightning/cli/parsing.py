@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from fl_lightning.cli.names import USED
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.datamodules.partitions import PartitionScheme
+from fl_lightning.methods.schedules import Schedule
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 
@@ -20,6 +24,8 @@ CHOICES: dict[str, tuple[str, type]] = {
     "data": ("data set", FederatedDataModule),
     "net": ("network", FedNet),
     "partition": ("partition", PartitionScheme),
+    "omega": ("schedule", Schedule),
+    "psi": ("schedule", Schedule),
 }
 _FRAME = re.compile(
     r"^(- )?(Does not validate against|Subtypes:|Errors:|Given value|Expected a path but"
@@ -34,12 +40,17 @@ class FederatedArgumentParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the sentence and end with exit code 2."""
-        print(f"fl-lightning: error: {explain(message)}", file=sys.stderr)
+        options = [text for action in self._actions for text in action.option_strings]
+        print(f"fl-lightning: error: {explain(message, options)}", file=sys.stderr)
         raise SystemExit(2)
 
 
-def explain(message: str) -> str:
+def explain(message: str, options: Iterable[str] = ()) -> str:
     r"""One sentence out of jsonargparse's nested report.
+
+    Args:
+        message: the report.
+        options: all options that there are, to name the one that was meant.
 
     Example:
         >>> explain("Parser key \"lr\": Expected a <class 'float'>. Got value: abc")
@@ -50,6 +61,10 @@ def explain(message: str) -> str:
     lines = (_CLASS.sub("", _KEY.sub("", line.strip())).strip() for line in message.splitlines())
     reasons = [line.removeprefix("- ").rstrip(".") for line in lines if line and not _FRAME.match(line)]
     reason = _plain(reasons[0] if reasons else " ".join(message.split()), option, classes)
+    wrong = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", reason)
+    reason += _nearest(wrong[1], options).rstrip(".") if wrong else ""
+    if reason.endswith("?"):
+        return f"{option}: {reason}" if option else reason
     return f"{option}: {reason}." if option else f"{reason}."
 
 
@@ -59,13 +74,22 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
     if unknown and kind in CHOICES:
         return _unknown(next(filter(None, unknown.groups())), *CHOICES[kind])
     refused = re.search(r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)", reason)
-    if refused and classes:
-        return f"{classes[-1]} has no option {refused[1]!r}"
+    if refused:
+        every = [kind for _, base in CHOICES.values() for kind in known(base)]
+        kinds = [kind for kind in every if kind.__name__ in classes[-1:]] or every
+        hint = _nearest(refused[1], dict.fromkeys(name for kind in kinds for name in parameters(kind)))
+        return (f"{classes[-1]} has no option {refused[1]!r}" if classes else reason) + hint
     among = re.search(r"Expected an? typing\.Literal\[(.*?)\]\. Got value: (.*)", reason)
     if among:
         return f"expected one of {among[1].replace(chr(39), '')}, not {among[2]!r}"
     wanted = re.search(r"Expected an? <class '(\w+)'>\. Got value: (.*)", reason)
     return f"expected a value of type {wanted[1]}, not {wanted[2]!r}" if wanted else reason
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean ...?``, or nothing where nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _unknown(name: str, noun: str, base: type) -> str:
@@ -76,8 +100,29 @@ def _unknown(name: str, noun: str, base: type) -> str:
     return f"there is no {noun} {name!r}; {hint} {', '.join(known)}"
 
 
+def parameters(kind: type) -> list[str]:
+    """Names of a class's constructor arguments, those that it passes on to its bases included."""
+    found = dict.fromkeys(
+        name
+        for part in kind.__mro__
+        if "__init__" in vars(part) and part.__module__.startswith(_modules())
+        for name, parameter in inspect.signature(part.__init__).parameters.items()  # type: ignore[misc]
+        if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    )
+    return list(found)
+
+
 def names(base: type) -> list[str]:
-    """Short names of the library's public classes that derive from ``base``."""
+    """Short names of the public classes that derive from ``base``, the library's and those of ``--use``."""
+    return [kind.__name__ for kind in known(base)]
+
+
+def _modules() -> tuple[str, ...]:
+    return ("fl_lightning", *USED)
+
+
+def known(base: type) -> list[type[Any]]:
+    """The public classes that derive from ``base`` and can be made."""
     found: set[type[Any]] = set()
     todo: list[type[Any]] = [base]
     while todo:
@@ -85,7 +130,7 @@ def names(base: type) -> list[str]:
             if kind not in found:
                 found.add(kind)
                 todo.append(kind)
-    public = (
-        kind for kind in found if kind.__module__.startswith("fl_lightning") and not kind.__name__.startswith("_")
+    public = (kind for kind in found if kind.__module__.startswith(_modules()) and not kind.__name__.startswith("_"))
+    return sorted(
+        (kind for kind in public if not getattr(kind, "__abstractmethods__", None)), key=lambda kind: kind.__name__
     )
-    return [kind.__name__ for kind in public if not getattr(kind, "__abstractmethods__", None)]

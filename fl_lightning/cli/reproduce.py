@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import statistics
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,24 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.cli import figures
-from fl_lightning.cli.cells import cached, run_cell
+from fl_lightning.cli.cells import cached, progress_of, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
-from fl_lightning.cli.tables import Cell, Config, beside, config_hash, config_of, label, select, table, tables
+from fl_lightning.cli.tables import (
+    Cell,
+    Config,
+    beside,
+    config_hash,
+    config_of,
+    label,
+    line_name,
+    select,
+    studies,
+    table,
+    tables,
+)
 from fl_lightning.errors import FederationError
+from fl_lightning.view import View
 
 Measured = dict[str, Any]
 
@@ -37,6 +50,7 @@ def build_parser() -> FederatedArgumentParser:
     parser.add_argument("--results", default="results", help="folder for TABLE.json")
     parser.add_argument("--docs", default="docs", help="folder for results.md")
     parser.add_argument("--cached", action="store_true", help="run nothing, use the runs that are finished")
+    parser.add_argument("--quiet", action="store_true", help="show no progress and print no table")
     parser.add_argument("--show", action="store_true", help="print the runs' configurations and stop")
     return parser
 
@@ -53,7 +67,7 @@ def main(argv: list[str]) -> None:
     if options.show:
         print(yaml.safe_dump_all(runs.values(), sort_keys=False))
         return
-    console, root = Console(), Path(options.runs)
+    console, root = Console(quiet=options.quiet), Path(options.runs)
     if not options.cached:
         _run_all(console, root, runs, options.seeds, options.jobs)
     rows = [{**cell, "measured": measure(root, cell, options.seeds, options.rounds)} for cell in cells]
@@ -92,18 +106,27 @@ def _run_all(console: Console, root: Path, runs: dict[str, Config], seeds: list[
     console.print(f"{len(runs) * len(seeds)} runs, {len(todo)} of them to do, {jobs} at a time")
     # Spawned, not forked: every run starts from a clean process, with threads of its own.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    view = View("run", len(todo), quiet=console.quiet or not todo, console=console)
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool, view:
         waiting = {pool.submit(run_cell, root, config, seed): (config, seed) for config, seed in todo}
-        for done, future in enumerate(as_completed(waiting), 1):
-            config, seed = waiting[future]
-            result = future.result()
-            accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
-            name = config["model"]["class_path"].rpartition(".")[2]
-            data = config["data"]["class_path"].rpartition(".")[2]
-            line = (
-                f"{done}/{len(todo)} {name} {data} {config_hash(config)} seed {seed}: {accuracy:.2f} in {seconds:.0f} s"
-            )
-            console.print(line, highlight=False)
+        left, done = set(waiting), 0
+        while left:
+            ended, left = wait(left, timeout=1.0, return_when=FIRST_COMPLETED)
+            for done, future in enumerate(ended, done + 1):
+                config, seed = waiting[future]
+                result = future.result()
+                accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
+                line = f"{done}/{len(todo)} {_name(config, seed)}: {accuracy:.2f} in {seconds:.0f} s"
+                view.print(line)
+            running = [(waiting[future], part) for future in left if (part := progress_of(root, *waiting[future]))]
+            facts = (f"{_name(*run)} {part.rounds}/{part.total} {part.accuracy:.1f} %" for run, part in running)
+            view.update(done + sum(part.rounds / part.total for _, part in running), *facts)
+
+
+def _name(config: Config, seed: int) -> str:
+    """A run in a few words."""
+    method, data = (config[part]["class_path"].rpartition(".")[2] for part in ("model", "data"))
+    return f"{method} {data} {config_hash(config)} seed {seed}"
 
 
 def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Measured | None:
@@ -157,18 +180,40 @@ def cells_of(row: Cell) -> Iterator[str]:
 def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
     """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    varied = [study["x"] for study in studies(name)]
     for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
-        plain = not any(key in cell for key in ("E", "F", "l1_weight"))
-        results = [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
+        plain = not any(key in cell for key in ("E", "F", "l1_weight", *varied))
+        results = _finished(root, cell, seeds, rounds)
         if plain and results:
-            groups.setdefault((cell["dataset"], cell["partition"]), {})[cell["method"]] = results
+            groups.setdefault((cell["dataset"], cell["partition"]), {})[line_name(cell)] = results
     folder.mkdir(parents=True, exist_ok=True)
+    for study in studies(name):
+        draw_study(root, name, study, seeds, rounds, folder)
     for (dataset, partition), runs in groups.items():
         stem, title = f"results-{name.replace('/', '-')}-{dataset}-{partition}", f"{dataset}, {partition}"
         figures.curves(runs, folder / f"{stem}.png", title)
         if all("minority" in result["curves"] for results in runs.values() for result in results):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
+
+
+def draw_study(
+    root: Path, name: str, study: dict[str, str], seeds: list[int], rounds: int | None, folder: Path
+) -> None:
+    """Final accuracy over the key that a study varies, one line for each value of another."""
+    lines: dict[str, dict[Any, list[dict[str, Any]]]] = {}
+    for cell in table(name):
+        results = _finished(root, cell, seeds, rounds)
+        if study["x"] in cell and results:
+            lines.setdefault(str(cell[study["line"]]), {})[cell[study["x"]]] = results
+    if lines:
+        path = folder / f"results-{name.replace('/', '-')}-by-{study['x']}.png"
+        figures.study(lines, path, name, study["x"])
+
+
+def _finished(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> list[dict[str, Any]]:
+    """Results of a cell's finished runs."""
+    return [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
 
 
 def write_results(folder: Path, name: str, rows: list[Cell]) -> Path:

@@ -8,6 +8,7 @@ what else tells it from its neighbours). A recipe, one file per family of papers
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,9 @@ Config = dict[str, Any]
 #: Keys of a cell that do not tell its run from others.
 _NOT_OF_THE_RUN = ("paper", "table", "metric", "value", "std", "unit", "note", "measured")
 
+#: Keys that tell every cell's run, and do not tell lines of one picture from each other.
+_PLAIN = ("dataset", "partition", "method", "model")
+
 
 @cache
 def _read(name: str) -> Any:
@@ -37,6 +41,12 @@ def recipes() -> list[dict[str, Any]]:
     return [_read(name) for name in names]
 
 
+def papers() -> dict[str, str]:
+    """Titles of the papers by their short names."""
+    titles: dict[str, str] = _read("published.yaml")["papers"]
+    return titles
+
+
 def table_name(cell: Cell) -> str:
     """Name of a cell's table on the command line, such as ``waffle_factor_journal/table2``."""
     return f"{cell['paper']}/{cell['table'].lower().replace(' ', '').replace('.', '')}"
@@ -48,7 +58,8 @@ def tables() -> dict[str, list[Cell]]:
     for recipe in recipes():
         for cell in _read("published.yaml")["results"]:
             if cell["paper"] in recipe["papers"] and _covered(recipe, cell):
-                found.setdefault(table_name(cell), []).extend([cell, *_more(recipe, cell)])
+                for one in (cell, *_more(recipe, cell)):
+                    found.setdefault(table_name(one), []).append(one)
     return found
 
 
@@ -56,7 +67,9 @@ def table(name: str) -> list[Cell]:
     """The cells of a table."""
     known = tables()
     if name not in known:
-        raise FederationError(f"There is no table {name!r}: choose one of {', '.join(known)}.")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? fl-lightning tables lists all" if near else f"choose one of {', '.join(known)}"
+        raise FederationError(f"There is no table {name!r}: {hint}.")
     return known[name]
 
 
@@ -92,9 +105,26 @@ def select(cells: Iterable[Cell], only: Mapping[str, str]) -> list[Cell]:
     return chosen
 
 
+def studies(name: str) -> list[dict[str, str]]:
+    """The studies of a table: which key of its cells is varied (``x``), and by which other key (``line``)."""
+    return [
+        study
+        for recipe in recipes()
+        for study in recipe.get("studies", [])
+        if name in {table_name({"paper": paper, **study}) for paper in recipe["papers"]}
+    ]
+
+
+def line_name(cell: Cell) -> str:
+    """A cell's method, with what tells it from others of the same method on the same data."""
+    more = [f"{k} = {v}" for k, v in cell.items() if k not in (*_NOT_OF_THE_RUN, *_PLAIN)]
+    return " ".join([cell["method"], *more])
+
+
 def label(cell: Cell) -> str:
     """A cell in a few words."""
-    return " ".join(str(v) for k, v in cell.items() if k not in _NOT_OF_THE_RUN)
+    words = [str(cell[k]) for k in _PLAIN if k in cell]
+    return " ".join([*words, *(f"{k}={v}" for k, v in cell.items() if k not in (*_PLAIN, *_NOT_OF_THE_RUN))])
 
 
 def _covered(recipe: dict[str, Any], cell: Cell) -> bool:
@@ -102,7 +132,7 @@ def _covered(recipe: dict[str, Any], cell: Cell) -> bool:
 
 
 def _more(recipe: dict[str, Any], cell: Cell) -> list[Cell]:
-    """Cells that the recipe adds beside a published one; they have no published value."""
+    """Cells that the recipe adds beside a published one, or as a table of its own; they have no published value."""
     return [
         {**cell, **extra["set"], "value": None, "std": None}
         for extra in recipe.get("also", [])

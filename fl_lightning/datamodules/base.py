@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -20,6 +20,9 @@ from fl_lightning.datamodules.partitions.deal import local_split
 from fl_lightning.datamodules.partitions.iid import IID
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex, Federation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         if self.manifest is not None:
             scheme, seed = scheme or self.manifest.build_scheme(), self.manifest.seed
         return Manifest.of(type(self).__name__, self.data_hash, scheme, seed, self.dealt, indices)
+
+    def picture(self) -> Figure:
+        """Who has how much of what, as a matplotlib figure."""
+        from fl_lightning.datamodules.picture import partition_figure
+        from fl_lightning.datamodules.summary import Summary
+
+        summary = Summary.of(self.dealt, self.samples.targets, self.num_classes)
+        manifest = self.describe()
+        return partition_figure(summary, f"{manifest.data}, {manifest.scheme_call}, seed {manifest.seed}")
 
     @cached_property
     def fingerprint(self) -> str:

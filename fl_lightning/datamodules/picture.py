@@ -10,36 +10,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.summary import Summary
+from fl_lightning.pictures import COLOURS, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-#: Okabe and Ito's colours, told apart by colour-blind readers too; one per mode, from the first again if need be.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MOST_CLIENTS = 1000
 _MOST_NUMBERS = 30
 
 
 def draw_partition(summary: Summary, path: str | Path, title: str) -> None:
-    """Draw who has how much of what.
+    """Draw who has how much of what into a file, whose ending decides the format; see :func:`partition_figure`."""
+    partition_figure(summary, title).savefig(path)
+
+
+def partition_figure(summary: Summary, title: str) -> Figure:
+    """Who has how much of what.
 
     Sizes of the clients above, their class shares below (the darker the greater), and the permuted labels where there
     are any. More than a thousand clients are thinned out evenly.
 
     Args:
         summary: the partition's numbers.
-        path: the picture to write; its ending decides the format.
         title: what the partition is.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     clients, classes = summary.train.shape
     shown = np.unique(np.linspace(0, clients - 1, min(clients, _MOST_CLIENTS)).astype(np.int64))
     maps = summary.label_maps
     heights = [1.0, 0.3 * classes] + ([0.3 * classes] if maps is not None else [])
-    figure = Figure(figsize=(9, 1.4 + sum(heights)), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
+    figure = canvas(9, 1.4 + sum(heights))
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     thinned = "" if len(shown) == clients else f" ({len(shown)} of {clients:,} clients shown)"
     axes[0].set_title(fill(title + thinned, 120), fontsize=9, loc="left")
@@ -49,7 +49,7 @@ def draw_partition(summary: Summary, path: str | Path, title: str) -> None:
         _draw_labels(axes[2], maps[shown])
     axes[-1].set_xlabel("client")
     _client_ticks(axes[-1], shown)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_sizes(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None:

@@ -7,16 +7,19 @@ from fl_lightning.engine.contract import (
     Batch,
     Gradient,
     Job,
+    LocalMethod,
     LocalTraining,
     Move,
     Objective,
     Phase,
     Result,
+    Stage,
     Update,
 )
 from fl_lightning.engine.functional import FunctionalNet, entries
 from fl_lightning.engine.sequential import SequentialEngine
 from fl_lightning.engine.stacked import StackedEngine
+from fl_lightning.engine.workers import WorkerEngine
 from fl_lightning.errors import FederationError
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "FunctionalNet",
     "Gradient",
     "Job",
+    "LocalMethod",
     "LocalTraining",
     "Move",
     "Objective",
@@ -34,24 +38,27 @@ __all__ = [
     "Result",
     "SequentialEngine",
     "StackedEngine",
+    "Stage",
     "Update",
+    "WorkerEngine",
     "entries",
     "make_engine",
 ]
 
 
-def make_engine(name: str, width: int = 16, choice: str | None = None) -> Engine:
+def make_engine(name: str, width: int = 16, workers: int = 1) -> Engine:
     """Make an engine by name.
 
     Args:
         name: ``auto``, ``sequential``, ``stacked`` or ``captured``.
         width: how many clients are trained together at most.
-        choice: what ``auto`` chose earlier, kept by a checkpoint.
+        workers: how many processes the clients are shared out to.
     """
     if width < 1:
         raise FederationError(f"clients_per_stack must be 1 or more, not {width}.")
-    if name == "auto":
-        return AutoEngine(width, choice)
-    if name not in ENGINES:
+    if workers < 1:
+        raise FederationError(f"workers must be 1 or more, not {workers}.")
+    if name != "auto" and name not in ENGINES:
         raise FederationError(f"There is no engine {name!r}: choose auto, {', '.join(ENGINES)}.")
-    return ENGINES[name](width)
+    engine = AutoEngine(width) if name == "auto" else ENGINES[name](width)
+    return engine if workers == 1 else WorkerEngine(engine, workers)

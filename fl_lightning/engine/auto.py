@@ -29,20 +29,23 @@ class AutoEngine(Engine):
 
     Args:
         width: how many clients are trained together at most.
-        choice: the name of an engine chosen earlier, such as by the run that wrote a checkpoint; None probes.
     """
 
     name = "auto"
 
-    def __init__(self, width: int = 16, choice: str | None = None) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__(width)
-        self.reason = "" if choice is None else "chosen by the run that wrote the checkpoint"
-        self._engine: Engine | None = None if choice is None else ENGINES[choice](width)
+        self.reason = ""
+        self._engine: Engine | None = None
 
     @property
     def choice(self) -> str | None:
         """Name of the chosen engine, None before the first round."""
         return None if self._engine is None else self._engine.name
+
+    def settle(self, choice: str) -> None:
+        """Work as the named engine from now on, without a probe."""
+        self._engine, self.reason = ENGINES[choice](self.width), "chosen by the run that wrote the checkpoint"
 
     def reset(self) -> None:
         """Let the chosen engine forget what it prepared; the choice stays."""
@@ -58,10 +61,14 @@ class AutoEngine(Engine):
         max_steps: int | None = None,
     ) -> list[Result]:
         """Train with the chosen engine; see ``Engine.train``."""
+        return self.choose(method, federation, jobs, round).train(method, federation, jobs, round, max_steps)
+
+    def choose(self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int) -> Engine:
+        """The engine that is chosen, by a probe of these clients unless it was chosen before."""
         if self._engine is None:
             self._engine, self.reason = self._probe(method, federation, jobs, round)
             rank_zero_info(f"Engine: {self._engine.name} ({self.reason}).")
-        return self._engine.train(method, federation, jobs, round, max_steps)
+        return self._engine
 
     def _probe(
         self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int

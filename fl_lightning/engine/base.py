@@ -9,6 +9,9 @@ from fl_lightning.engine.contract import Job, LocalMethod, Move, Phase, Result
 from fl_lightning.engine.gradient import clipped
 from fl_lightning.federation import Federation
 
+#: More steps than any epoch has.
+MANY = 2**63
+
 
 class Engine(ABC):
     """Trains clients of one round. All engines give the same result; they differ in speed.
@@ -21,6 +24,14 @@ class Engine(ABC):
 
     def __init__(self, width: int = 16) -> None:
         self.width = width
+
+    @property
+    def choice(self) -> str | None:
+        """The engine that does the work; None while that is open."""
+        return self.name
+
+    def settle(self, choice: str) -> None:  # noqa: B027 - most engines leave nothing open
+        """Take a choice that was made earlier, such as by the run that wrote a checkpoint."""
 
     def reset(self) -> None:  # noqa: B027 - most engines have nothing to forget
         """Forget what was prepared for a run; called when the next one begins."""
@@ -51,6 +62,12 @@ class Engine(ABC):
 def epochs_of(phase: Phase, max_steps: int | None) -> int:
     """Epochs of a phase: all, or just the first when steps are limited."""
     return phase.epochs if max_steps is None else min(phase.epochs, 1)
+
+
+def steps_left(phase: Phase, taken: int, max_steps: int | None) -> int:
+    """How many steps of an epoch a client takes at most, after so many that it took in the phase."""
+    bounds = [MANY if phase.steps is None else phase.steps - taken, MANY if max_steps is None else max_steps]
+    return min(bounds)
 
 
 def moves_of(method: LocalMethod, phase: Phase) -> list[Move]:

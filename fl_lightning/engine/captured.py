@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fl_lightning.engine.contract import Batch, Move, Phase, Update
-from fl_lightning.engine.stacked import MappedMove, StackedEngine, map_move
+from fl_lightning.engine.graph import Lean, lean
+from fl_lightning.engine.stacked import MappedMove, Part, StackedEngine, flat_move
 from fl_lightning.wire import State
-
-
-class _Captured(NamedTuple):
-    """The operations of a step, and how to read what they return."""
-
-    run: Callable[..., list[Tensor]]
-    spec: TreeSpec
 
 
 class CapturedEngine(StackedEngine):
@@ -28,53 +21,82 @@ class CapturedEngine(StackedEngine):
 
     A step is different if its phase, its move, the names of its tensors or their shapes are. Whatever changes between
     steps must therefore reach a move as a tensor (``Batch.scalars``, ``Batch.noise``, the state): Python numbers are
-    frozen in the trace until the next run. A trace costs as much as it saves in dozens of steps, so shapes that are
-    seldom seen, as those of last partial batches, are first run as ``stacked`` runs them. The operations are the same,
-    and so are the results, bit for bit.
+    frozen in the trace until the next run. Weight gradients that are matrix products are multiplied straight into the
+    weights; but for the rounding of that, the arithmetic is that of ``stacked``.
+
+    A trace costs as much as it saves in dozens of steps. Steps of a shape that is seldom seen, as those of last partial
+    batches, are run as ``stacked`` runs them until so many rounds are over that a trace would have paid off. That
+    depends on the round and its clients alone, so a run that is resumed does the same.
     """
 
     name = "captured"
-    #: How often a different step is run before it is traced.
+    #: How many steps pay for a trace.
     seldom = 40
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width)
-        self._traces: dict[Any, _Captured] = {}
-        self._seen: Counter[Any] = Counter()
+        self._traces: dict[Any, _Trace] = {}
 
     def reset(self) -> None:
         """Forget the traces."""
         self._traces.clear()
-        self._seen.clear()
 
     def mapped(self, move: Move, position: int, phase: Phase) -> MappedMove:
         """The move mapped over the stack, by replay."""
-        plain = map_move(move, phase)
+        plain = super().mapped(move, position, phase)
 
-        def replay(state: State, batch: Batch) -> Update:
-            leaves, layout = tree_flatten((state, batch))
-            key = (position, phase, layout, tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves))
-            if key not in self._traces:
-                self._seen[key] += 1
-                if self._seen[key] <= self.seldom:
-                    return plain(state, batch)
-                self._traces[key] = _capture(plain, leaves, layout)
-            run, spec = self._traces[key]
-            with torch.no_grad():
-                return tree_unflatten(run(*leaves), spec)  # type: ignore[no-any-return]
+        def replay(part: Part, batch: Batch) -> Update:
+            if part.often < self.seldom:
+                return plain(part, batch)
+            bound = part.prepared.get(position)
+            if bound is None:
+                bound = part.prepared[position] = _Bound(self._trace(move, position, phase, part.state, batch), part)
+            return bound(batch)
 
         return replay
 
+    def _trace(self, move: Move, position: int, phase: Phase, state: State, batch: Batch) -> _Trace:
+        leaves = [*state.values(), *_leaves(batch)]
+        looks = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        key = (position, phase, tuple(state), tuple(batch.noise), looks)
+        if key not in self._traces:
+            self._traces[key] = _Trace(move, phase, state, batch)
+        return self._traces[key]
 
-def _capture(step: MappedMove, leaves: list[Tensor], layout: TreeSpec) -> _Captured:
-    spec: list[TreeSpec] = []
 
-    def flat(*inputs: Tensor) -> list[Tensor]:
-        outputs, shape = tree_flatten(step(*tree_unflatten(inputs, layout)))
-        spec[:] = [shape]
-        return outputs
+def _leaves(batch: Batch) -> list[Tensor]:
+    return [batch.x, batch.y, *batch.noise.values(), *batch.scalars.values()]
 
-    graph = make_fx(flat, tracing_mode="fake")(*leaves)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return _Captured(graph, spec[0])
+
+class _Trace:
+    """The operations of a mapped move, and the names of what they return."""
+
+    def __init__(self, move: Move, phase: Phase, state: State, batch: Batch) -> None:
+        names: list[Sequence[str]] = []
+        mapped = flat_move(move, phase, state, batch)
+
+        def flat(*leaves: Tensor) -> list[Tensor]:
+            update = mapped(*leaves)
+            names[:] = [tuple(part) for part in update[1:]]
+            return [update.loss, *(value for part in update[1:] for value in part.values())]
+
+        graph = make_fx(flat, tracing_mode="fake")(*state.values(), *_leaves(batch))
+        self.names = names
+        self.lean: Lean = lean(graph, len(state), frozenset(range(1, 1 + len(names[0]))))
+
+
+class _Bound:
+    """A trace with the memory of one part of the stack."""
+
+    def __init__(self, trace: _Trace, part: Part) -> None:
+        self.trace = trace
+        with torch.no_grad():
+            self.given = [*trace.lean.bind(*part.state.values()), *part.state.values()]
+
+    def __call__(self, batch: Batch) -> Update:
+        lean = self.trace.lean
+        with torch.no_grad():
+            returned = iter(lean.outputs(lean.run(*self.given, *_leaves(batch))))
+        loss = next(returned)
+        parts = [dict(zip(names, islice(returned, len(names)), strict=True)) for names in self.trace.names]
+        return Update(loss, *parts)  # type: ignore[arg-type]

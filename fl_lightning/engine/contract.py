@@ -57,11 +57,13 @@ class Phase:
         epochs: passes over the client's data.
         trainable: names of the entries that local SGD updates.
         name: how the phase is called in messages.
+        steps: the phase ends after so many steps, be it within an epoch; None does not bound them.
     """
 
     epochs: int
     trainable: tuple[str, ...]
     name: str = "train"
+    steps: int | None = None
 
 
 class Batch(NamedTuple):
@@ -79,6 +81,17 @@ class Batch(NamedTuple):
     scalars: State
     """``samples`` (the client's training size), ``round``, ``epoch`` and ``step``, as 0-dim tensors, so that a
     captured step does not freeze them."""
+
+
+class Product(NamedTuple):
+    """A stack of gradients that are matrix products, not multiplied out: shapes (K, m, n) and (K, n, p).
+
+    Only engines make them: the local SGD multiplies them straight into the weights, which spares writing the gradient
+    and reading it again.
+    """
+
+    left: Tensor
+    right: Tensor
 
 
 class Update(NamedTuple):
@@ -133,6 +146,22 @@ class LocalMethod(Protocol):
     def compute_dtype(self) -> torch.dtype:
         """The net's floating precision."""
         ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a round: clients that train side by side and whose messages the server then aggregates.
+
+    Args:
+        clients: who trains; a stage without clients is left out.
+        name: how the method tells its stages apart.
+        training: what the clients train by instead of the method itself; they then keep nothing of it, and it does not
+            count as a round of theirs.
+    """
+
+    clients: Sequence[int]
+    name: str = "train"
+    training: LocalMethod | None = None
 
 
 @dataclass

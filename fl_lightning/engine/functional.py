@@ -44,6 +44,7 @@ class FunctionalNet:
             self._buffers += [(slots, key, names[id(v)]) for key, v in slots.items() if id(v) in names]
             if isinstance(module, StreamDropout):
                 self._noise.append((slots, "noise", f"{path}.noise" if path else "noise"))
+        self._recurrent = [module for module in self.skeleton.modules() if isinstance(module, nn.RNNBase)]
         self._shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
 
     def __call__(self, state: State, x: Tensor, noise: State, training: bool) -> tuple[Any, State]:
@@ -69,12 +70,19 @@ class FunctionalNet:
             for slots, key, name in self._noise:
                 if name in noise:  # a layer may go unused
                     slots[key] = noise[name]
+            self._follow()
             output = self.skeleton(x)
             # Read from the slots: a net may write to its buffers or replace them.
             return output, {name: slots[key] for slots, key, name in self._buffers} if training else {}
         finally:
             for slots, key, value in own:
                 slots[key] = value
+            self._follow()
+
+    def _follow(self) -> None:
+        """Recurrent layers compute with a list of their weights, which has to follow the slots."""
+        for layer in self._recurrent:
+            layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
 
     def dropout_shapes(self, x: Tensor) -> dict[str, tuple[int, ...]]:
         """Noise entries of the dropout layers for inputs like ``x`` and their shapes without the batch dimension."""

@@ -6,10 +6,12 @@ copy of the weights at every step costs more than the step itself (page faults).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from fl_lightning.engine.contract import LocalTraining, Update
+from fl_lightning.engine.contract import LocalTraining, Product, Update
 from fl_lightning.wire import State
 
 
@@ -18,53 +20,52 @@ class LocalSGD:
 
     Args:
         local: learning rate, momentum and weight decay.
-        state: the tensors to update; momentum buffers are made when first needed.
     """
 
-    def __init__(self, local: LocalTraining, state: State) -> None:
+    def __init__(self, local: LocalTraining) -> None:
         self.local = local
-        self.state = state
-        self.velocity: State = {}
 
     @torch.no_grad()
-    def apply(self, update: Update, start: int | None = None, stop: int | None = None) -> None:
+    def apply(self, update: Update, state: State, velocity: State) -> None:
         """Apply one move's update in place.
 
         Args:
             update: gradients and changed entries.
-            start: first client of the stack that the update is for; None when the state is not stacked.
-            stop: one past the last.
+            state: the tensors to write to.
+            velocity: momentum buffers; those that are not there yet are made.
         """
-        rows = None if start is None else slice(start, stop)
         if update.grads:
-            self._descend(update.grads, rows)
+            self._descend(update.grads, state, velocity)
         for name, value in update.replace.items():
-            self._target(name, rows).copy_(value)
+            state[name].copy_(value)
         for name, value in update.add.items():
-            self._target(name, rows).add_(value)
+            state[name].add_(value)
 
-    def _target(self, name: str, rows: slice | None) -> Tensor:
-        value = self.state[name]
-        if rows is None:
-            return value
-        if len(value) > 1 and value.stride(0) == 0:  # shared by the stack until now: copied on the first write
-            value = self.state[name] = value.contiguous()
-        return value[rows]
-
-    def _descend(self, gradients: State, rows: slice | None) -> None:
-        params = [self._target(name, rows) for name in gradients]
-        grads = list(gradients.values())
-        if self.local.weight_decay:
-            grads = list(torch._foreach_add(grads, params, alpha=self.local.weight_decay))
-        if self.local.momentum:
-            grads = self._accelerate(list(gradients), grads, rows)
-        torch._foreach_add_(params, grads, alpha=-self.local.lr)
-
-    def _accelerate(self, names: list[str], grads: list[Tensor], rows: slice | None) -> list[Tensor]:
-        for name in names:
-            if name not in self.velocity:
-                self.velocity[name] = torch.zeros_like(self.state[name])
-        velocity = [self.velocity[name] if rows is None else self.velocity[name][rows] for name in names]
-        torch._foreach_mul_(velocity, self.local.momentum)
-        torch._foreach_add_(velocity, grads)
-        return velocity
+    def _descend(self, grads: Mapping[str, Tensor | Product], state: State, velocity: State) -> None:
+        """One step; products are multiplied straight into what they are added to."""
+        lr, decay, momentum = self.local.lr, self.local.weight_decay, self.local.momentum
+        whole = {name: grad for name, grad in grads.items() if isinstance(grad, Tensor)}
+        products = {name: grad for name, grad in grads.items() if isinstance(grad, Product)}
+        if momentum:
+            for name in grads:
+                if name not in velocity:
+                    velocity[name] = torch.zeros_like(state[name])
+        for name, product in products.items():
+            if momentum:
+                velocity[name].baddbmm_(*product, beta=momentum)
+                if decay:
+                    velocity[name].add_(state[name], alpha=decay)
+                state[name].add_(velocity[name], alpha=-lr)
+            else:
+                state[name].baddbmm_(*product, beta=1 - lr * decay, alpha=-lr)
+        if not whole:
+            return
+        params, steps = [state[name] for name in whole], list(whole.values())
+        if decay:
+            steps = list(torch._foreach_add(steps, params, alpha=decay))
+        if momentum:
+            moving = [velocity[name] for name in whole]
+            torch._foreach_mul_(moving, momentum)
+            torch._foreach_add_(moving, steps)
+            steps = moving
+        torch._foreach_add_(params, steps, alpha=-lr)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.engine.base import Engine, epochs_of, moves_of
+from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result
 from fl_lightning.engine.gradient import eager_gradient
 from fl_lightning.engine.local import LocalSGD
@@ -47,7 +47,8 @@ class _Client:
         self.method, self.federation, self.max_steps = method, federation, max_steps
         self.schedule = ClientSchedule.of(method, federation, job.client, round)
         self.state = fast_copy(job.state)
-        self.sgd = LocalSGD(method.local, self.state)
+        self.sgd = LocalSGD(method.local)
+        self.velocity: State = {}
         size = torch.tensor(self.schedule.size, device=federation.device)
         self.scalars = scalars(size, round, method.compute_dtype)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
@@ -61,8 +62,12 @@ class _Client:
             torch.manual_seed(self.seed)
             for phase in self.method.phases():
                 moves = moves_of(self.method, phase)
+                before = self.steps
                 for _ in range(epochs_of(phase, self.max_steps)):
-                    for batch in self._epoch():
+                    left = steps_left(phase, self.steps - before, self.max_steps)
+                    if left == 0:
+                        break
+                    for batch in self._epoch(left):
                         self._step(phase, moves, batch)
                     self.scalars["epoch"].add_(1)
         state = {name: value.contiguous() for name, value in self.state.items()}
@@ -71,20 +76,20 @@ class _Client:
     def _step(self, phase: Phase, moves: list[Move], batch: Batch) -> None:
         for i, move in enumerate(moves):
             update = move(self.state, batch, phase, eager_gradient)
-            self.sgd.apply(update)
+            self.sgd.apply(update, self.state, self.velocity)
             if i == 0:
                 self.loss += update.loss
         self.steps += 1
         self.scalars["step"].add_(1)
 
-    def _epoch(self) -> Iterator[Batch]:
+    def _epoch(self, left: int) -> Iterator[Batch]:
         local, schedule = self.method.local, self.schedule
         order = schedule.order()
         full, rest = batch_sizes(schedule.size, local.batch_size, self.method.batch_statistics)
         steps = full + (rest > 0)
         noise: State = {}
         dropout: State = {}
-        limit = steps if self.max_steps is None else min(steps, self.max_steps)
+        limit = min(steps, left)
         for step, (x, y) in enumerate(self._batches(order[: limit * local.batch_size], limit)):
             if step == 0:
                 noise, dropout = epoch_noise(self.method, schedule, steps, x)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.engine.base import Engine, epochs_of, moves_of
+from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result, Update
 from fl_lightning.engine.gradient import functional_gradient
 from fl_lightning.engine.local import LocalSGD
@@ -16,7 +18,33 @@ from fl_lightning.engine.schedule import ClientSchedule, batch_sizes, epoch_nois
 from fl_lightning.federation import Federation
 from fl_lightning.wire import State
 
-MappedMove = Callable[[State, Batch], Update]
+
+class Part:
+    """A run of neighbouring clients of a stack that step together on batches of one size.
+
+    Args:
+        start: the first client.
+        stop: one past the last.
+        often: how many steps of this shape such rounds will have made when this one is over.
+    """
+
+    def __init__(self, start: int, stop: int, often: int) -> None:
+        self.rows = slice(start, stop)
+        self.often = often
+        #: Views of the stack's tensors.
+        self.state: State = {}
+        self.velocity: State = {}
+        #: What an engine prepares for the state as it lies in memory, by the position of the move.
+        self.prepared: dict[int, Any] = {}
+
+    def look(self, state: State, velocity: State) -> None:
+        """Take views of the stack's tensors, which lie elsewhere than before."""
+        self.state = {name: value[self.rows] for name, value in state.items()}
+        self.velocity = {name: value[self.rows] for name, value in velocity.items()}
+        self.prepared = {}
+
+
+MappedMove = Callable[[Part, Batch], Update]
 
 
 class StackedEngine(Engine):
@@ -24,7 +52,8 @@ class StackedEngine(Engine):
 
     Clients are sorted by size. Within an epoch all of them take their full batches in step, the active part of the
     stack shrinking to a prefix as the smaller ones run out; then come the last partial batches, those of equal size
-    together. Every call works on a contiguous slice of the stack, so nothing is copied, padded or masked.
+    together. Where a phase has a number of steps the larger clients, which take more of them in an epoch, are the first
+    to be done. Every call works on a contiguous slice of the stack, so nothing is copied, padded or masked.
     """
 
     name = "stacked"
@@ -45,7 +74,12 @@ class StackedEngine(Engine):
 
     def mapped(self, move: Move, position: int, phase: Phase) -> MappedMove:
         """A phase's move, given with its position among the moves, mapped over the clients of a stack."""
-        return map_move(move, phase)
+
+        def mapped(part: Part, batch: Batch) -> Update:
+            leaves = (*part.state.values(), batch.x, batch.y, *batch.noise.values(), *batch.scalars.values())
+            return flat_move(move, phase, part.state, batch)(*leaves)
+
+        return mapped
 
 
 class _Stack:
@@ -67,7 +101,12 @@ class _Stack:
         self.full = [full for full, _ in counts]
         self.rest = [rest for _, rest in counts]
         self.state = {name: _stack([job.state[name] for job in jobs]) for name in jobs[0].state}
-        self.sgd = LocalSGD(method.local, self.state)
+        self.velocity: State = {}
+        self.owned: set[str] = set()
+        self.parts: dict[tuple[int, int, int], Part] = {}
+        self.often: dict[tuple[int, int], int] = {}
+        self.sgd = LocalSGD(method.local)
+        self.round = round
         size = torch.tensor(sizes, device=federation.device)
         self.scalars = scalars(size, round, method.compute_dtype)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
@@ -75,76 +114,121 @@ class _Stack:
 
     def train(self) -> list[Result]:
         for phase in self.method.phases():
+            epochs = epochs_of(phase, self.max_steps)
             moves = [self.engine.mapped(move, i, phase) for i, move in enumerate(moves_of(self.method, phase))]
-            for _ in range(epochs_of(phase, self.max_steps)):
-                for start, stop, batch in self._epoch():
-                    self._step(moves, start, stop, batch)
-                self.scalars["epoch"].add_(1)
+            before = list(self.steps)
+            self.parts = {}
+            self._own(phase.trainable)
+            for epoch in range(epochs):
+                taken = [now - then for now, then in zip(self.steps, before, strict=True)]
+                left = [steps_left(phase, steps, self.max_steps) for steps in taken]
+                done = left.count(0)
+                if done == len(left):
+                    break
+                if epoch == 0:
+                    self._count(epochs, left)
+                for part, batch in self._epoch(done, left):
+                    self._step(moves, part, batch)
+                self.scalars["epoch"][done:].add_(1)
         losses = self.loss.tolist()
         return [
             Result({name: value[k] for name, value in self.state.items()}, losses[k] / max(steps, 1), steps)
             for k, steps in enumerate(self.steps)
         ]
 
-    def _step(self, moves: list[MappedMove], start: int, stop: int, batch: Batch) -> None:
+    def _count(self, epochs: int, left: list[int]) -> None:
+        """Count how often each shape of a step will have been seen when this phase is over, if rounds are alike."""
+        shapes = Counter((stop - start, width) for start, stop, _, width in self._slices(left))
+        self.often = {shape: epochs * (self.round + 1) * count for shape, count in shapes.items()}
+
+    def _part(self, start: int, stop: int, width: int) -> Part:
+        """The part of the stack that a step is made on."""
+        key = (start, stop, width)
+        if key not in self.parts:
+            self.parts[key] = Part(start, stop, self.often.get((stop - start, width), 0))
+            self.parts[key].look(self.state, self.velocity)
+        return self.parts[key]
+
+    def _own(self, names: Iterable[str]) -> None:
+        """Let the stack have copies of its own, and momentum, of entries that are about to be written to."""
+        new = [name for name in names if name not in self.owned]
+        for name in new:
+            self.owned.add(name)
+            self.state[name] = self.state[name].contiguous()
+            if self.sgd.local.momentum:
+                self.velocity[name] = torch.zeros_like(self.state[name])
+        if new:
+            for part in self.parts.values():
+                part.look(self.state, self.velocity)
+
+    def _step(self, moves: list[MappedMove], part: Part, batch: Batch) -> None:
         for i, move in enumerate(moves):
-            update = move({name: value[start:stop] for name, value in self.state.items()}, batch)
-            self.sgd.apply(update, start, stop)
+            update = move(part, batch)
+            self._own((*update.grads, *update.replace, *update.add))
+            self.sgd.apply(update, part.state, part.velocity)
             if i == 0:
-                self.loss[start:stop] += update.loss
-        self.scalars["step"][start:stop].add_(1)
-        for k in range(start, stop):
+                self.loss[part.rows] += update.loss
+        self.scalars["step"][part.rows].add_(1)
+        for k in range(part.rows.start, part.rows.stop):
             self.steps[k] += 1
 
-    def _epoch(self) -> Iterator[tuple[int, int, Batch]]:
-        """Slices of the stack and their batches, as the class doc says."""
-        size = self.method.local.batch_size
-        orders = torch.nn.utils.rnn.pad_sequence([s.order() for s in self.schedules], batch_first=True)
-        noise: tuple[State, State] | None = None
-        for start, stop, step, width in self._slices():
-            index = orders[start:stop, step * size : step * size + width]
-            x, y = self._gather(start, stop, index)
-            if noise is None:
-                noise = self._noise(x[0])
-            drawn = {name: value[start:stop, step] for name, value in noise[0].items()}
-            drawn |= {name: value[start:stop, step, :width] for name, value in noise[1].items()}
-            yield start, stop, Batch(x, y, drawn, {n: v[start:stop] for n, v in self.scalars.items()})
+    def _epoch(self, done: int, left: list[int]) -> Iterator[tuple[Part, Batch]]:
+        """Parts of the stack and their batches, as the class doc says.
 
-    def _slices(self) -> Iterator[tuple[int, int, int, int]]:
+        Args:
+            done: how many clients, the first of the stack, have no step left; they draw nothing either.
+            left: how many steps each client takes at most, increasing.
+        """
+        size = self.method.local.batch_size
+        orders = torch.nn.utils.rnn.pad_sequence([s.order() for s in self.schedules[done:]], batch_first=True)
+        noise: tuple[State, State] | None = None
+        for start, stop, step, width in self._slices(left):
+            rows = slice(start - done, stop - done)
+            x, y = self._gather(start, stop, orders[rows, step * size : step * size + width])
+            if noise is None:
+                noise = self._noise(x[0], done)
+            drawn = {name: value[step, rows] for name, value in noise[0].items()}
+            drawn |= {name: value[step, rows, :width] for name, value in noise[1].items()}
+            batch = Batch(x, y, drawn, {n: v[start:stop] for n, v in self.scalars.items()})
+            yield self._part(start, stop, width), batch
+
+    def _slices(self, left: list[int]) -> Iterator[tuple[int, int, int, int]]:
         """(start, stop, step of the epoch, batch size) of every call of an epoch."""
-        limit = self.max_steps if self.max_steps is not None else max(self.full) + 1
-        for step in range(min(max(self.full), limit)):
-            yield 0, sum(full > step for full in self.full), step, self.method.local.batch_size
-        for (rest, full), run in groupby(range(len(self.clients)), key=lambda k: (self.rest[k], self.full[k])):
+        for step in range(max(self.full)):
+            start, stop = sum(n <= step for n in left), sum(full > step for full in self.full)
+            if start < stop:
+                yield start, stop, step, self.method.local.batch_size
+        for (rest, full, some), run in groupby(
+            range(len(self.clients)), key=lambda k: (self.rest[k], self.full[k], left[k] > self.full[k])
+        ):
             members = list(run)
-            if rest and full < limit:
+            if rest and some:
                 yield members[0], members[-1] + 1, full, rest
 
     def _gather(self, start: int, stop: int, index: Tensor) -> tuple[Tensor, Tensor]:
         streams = [s.augment for s in self.schedules[start:stop]]
         return self.federation.gather(self.clients[start:stop], index, self.method.compute_dtype, streams)
 
-    def _noise(self, x: Tensor) -> tuple[State, State]:
-        """Noise of the next epoch, stacked over clients and padded to the longest: (K, steps, ...)."""
+    def _noise(self, x: Tensor, done: int) -> tuple[State, State]:
+        """Noise of the next epoch, stacked over clients that are not done and padded: (steps, K, ...)."""
         steps = [full + (rest > 0) for full, rest in zip(self.full, self.rest, strict=True)]
-        drawn = [epoch_noise(self.method, s, n, x) for s, n in zip(self.schedules, steps, strict=True)]
+        drawn = [epoch_noise(self.method, s, n, x) for s, n in zip(self.schedules[done:], steps[done:], strict=True)]
         return _pad([noise for noise, _ in drawn]), _pad([dropout for _, dropout in drawn])
 
 
-def map_move(move: Move, phase: Phase) -> MappedMove:
-    """The move mapped over the stack; vmap is given flat tensors, nested ones cost it more than some steps."""
+def flat_move(move: Move, phase: Phase, state: State, batch: Batch) -> Callable[..., Update]:
+    """The move mapped over the stack, as a function of the tensors of the state and of the batch, one by one.
 
-    def mapped(state: State, batch: Batch) -> Update:
-        parts: tuple[State, ...] = ({"x": batch.x, "y": batch.y}, batch.noise, batch.scalars, state)
+    vmap is given flat tensors: nested ones cost it more than some steps.
+    """
+    names = (tuple(state), ("x", "y"), tuple(batch.noise), tuple(batch.scalars))
 
-        def one(*leaves: Tensor) -> Update:
-            left = iter(leaves)
-            data, noise, scalars, own = ({name: next(left) for name in part} for part in parts)
-            return move(own, Batch(data["x"], data["y"], noise, scalars), phase, functional_gradient)
+    def one(*leaves: Tensor) -> Update:
+        left = iter(leaves)
+        own, data, noise, scalars = ({name: next(left) for name in part} for part in names)
+        return move(own, Batch(data["x"], data["y"], noise, scalars), phase, functional_gradient)
 
-        return torch.vmap(one, randomness="error")(*(value for part in parts for value in part.values()))
-
-    return mapped
+    return torch.vmap(one, randomness="error")
 
 
 def _stack(values: list[Tensor]) -> Tensor:
@@ -160,6 +244,4 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _pad(parts: list[State]) -> State:
-    return {
-        name: torch.nn.utils.rnn.pad_sequence([part[name] for part in parts], batch_first=True) for name in parts[0]
-    }
+    return {name: torch.nn.utils.rnn.pad_sequence([part[name] for part in parts]) for name in parts[0]}

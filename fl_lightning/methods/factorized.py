@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.engine import Batch, Gradient, Phase, Update, entries
+from fl_lightning.engine import Batch, Gradient, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
-from fl_lightning.methods.adaptation import fit_entries
+from fl_lightning.methods.adaptation import Fitting, fit_entries
+from fl_lightning.methods.memo import ClientMemo
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.factorized import FactorizedLayer, factorize, factorized_layers
@@ -64,7 +65,7 @@ class FactorizedModule(FederatedModule, ABC):
             raise FederationError(f"adapt_epochs must be 1 or more, not {adapt_epochs}.")
         self.adapt_epochs = adapt_epochs
         self.factors: dict[str, int] = {}
-        self._fitted: tuple[Federation | None, list[Any], dict[int, State]] = (None, [], {})
+        self._fitted = ClientMemo[State]()
 
     def factorise(self, factors: Mapping[str, int] | None, effective: Mapping[str, float]) -> None:
         """Factorise the named layers of the net, beside those that are factorised already.
@@ -235,16 +236,13 @@ class FactorizedModule(FederatedModule, ABC):
 
     def _adapted(self) -> dict[int, State]:
         """What was fitted for clients that never trained, on the present dictionary and data."""
-        dictionary = [(id(value), value._version, value.dtype) for value in entries(self.net).values()]
-        if self._fitted[0] is not self.federation or self._fitted[1] != dictionary:
-            self._fitted = (self.federation, dictionary, {})
-        return self._fitted[2]
+        return self._fitted.of(self.federation, self.net)
 
     def _fit_own(self, federation: Federation, clients: Sequence[int], epochs: int) -> dict[int, State]:
         with torch.inference_mode(False):  # tensors made in it cannot be trained
             initial = {f"{m}.{kind}": value for m in self.factors for kind, value in self.initial(m).items()}
             state = {**self.server_state(), **initial}
-        return fit_entries(self, federation, clients, state, self.own_names, epochs)
+        return fit_entries(Fitting(self, self.own_names, epochs), federation, clients, state)
 
     # ---- growth -----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,10 @@
 """Networks, one file per family; the last fully connected layer is called ``head`` in all of them."""
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.nets.cifar import DenseNet121, MobileNetV2, ResNet18
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
+from fl_lightning.nets.convert import group_count, group_norm, replace_modules
+from fl_lightning.nets.dla import DLA, DLASimple, DLATiny
 from fl_lightning.nets.dropout import StreamDropout, noise_shapes, stream_dropout
 from fl_lightning.nets.factorized import (
     FactorizedConv2d,
@@ -10,8 +13,10 @@ from fl_lightning.nets.factorized import (
     factorize,
     factorized_layers,
 )
-from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN
+from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN, WideLeNet
+from fl_lightning.nets.lstm import BiLSTM
 from fl_lightning.nets.mlp import MLP
+from fl_lightning.nets.thin_resnet import ResNet20, ResNet32, ResNet44, ResNet56
 
 #: The papers' names of the networks; each class without arguments is the network of that name.
 NETS: dict[str, type[FedNet]] = {
@@ -21,13 +26,30 @@ NETS: dict[str, type[FedNet]] = {
     "lenet5": LeNet5,
     "lenet_bn": LeNetBN,
     "lenet5_cifar": LeNet5Cifar,
+    "resnet18": ResNet18,
+    "densenet121": DenseNet121,
+    "mobilenetv2": MobileNetV2,
+    "bilstm": BiLSTM,
+    "dla": DLA,
+    "dla_simple": DLASimple,
+    "dla_tiny": DLATiny,
+    "wide_lenet": WideLeNet,
+    "resnet20": ResNet20,
+    "resnet32": ResNet32,
+    "resnet44": ResNet44,
+    "resnet56": ResNet56,
 }
 
 __all__ = [
+    "DLA",
     "MLP",
     "NETS",
+    "BiLSTM",
     "CNNCifar",
     "CNNFashion",
+    "DLASimple",
+    "DLATiny",
+    "DenseNet121",
     "FactorizedConv2d",
     "FactorizedLayer",
     "FactorizedLinear",
@@ -35,9 +57,19 @@ __all__ = [
     "LeNet5",
     "LeNet5Cifar",
     "LeNetBN",
+    "MobileNetV2",
+    "ResNet18",
+    "ResNet20",
+    "ResNet32",
+    "ResNet44",
+    "ResNet56",
     "StreamDropout",
+    "WideLeNet",
     "factorize",
     "factorized_layers",
+    "group_count",
+    "group_norm",
     "noise_shapes",
+    "replace_modules",
     "stream_dropout",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import FederationError
+from fl_lightning.nets.convert import replace_modules
 
 
 class StreamDropout(nn.Module):
@@ -68,15 +69,11 @@ def stream_dropout(net: nn.Module) -> nn.Module:
     Returns:
         The same network, or a new module if ``net`` is itself a dropout.
     """
-    made: dict[nn.Module, StreamDropout] = {}  # one module under two names stays one
-    for module in net.modules():
-        if type(module) is nn.Dropout and module.p > 0:
-            made[module] = StreamDropout(module.p).train(module.training)
-    for parent in list(net.modules()):
-        for name, child in parent._modules.items():
-            if child in made:
-                parent._modules[name] = made[child]
-    return made.get(net, net)
+
+    def make(module: nn.Module) -> nn.Module | None:
+        return StreamDropout(module.p) if type(module) is nn.Dropout and module.p > 0 else None
+
+    return replace_modules(net, make)
 
 
 def noise_shapes(net: nn.Module, sample_batch: Tensor) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""LeNet-5 in its modern form (ReLU, max pooling), with and without BatchNorm."""
+"""LeNet-5 in its modern form (ReLU, max pooling), with and without BatchNorm, and a wide one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from fl_lightning.nets.base import FedNet
 class _LeNet(FedNet):
     """What the family shares; 28x28 images need a padding of 2 to give what 32x32 ones give without."""
 
+    #: Channels of the two convolutions and widths of the two hidden fully connected layers.
+    widths = (6, 16, 120, 84)
+
     def __init__(self, in_channels: int, num_classes: int, padding: int, bias: bool) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, 6, 5, padding=padding, bias=bias)
-        self.conv2 = nn.Conv2d(6, 16, 5, bias=bias)
-        self.fc1 = nn.Linear(16 * 5 * 5, 120, bias=bias)
-        self.fc2 = nn.Linear(120, 84, bias=bias)
-        self.head = nn.Linear(84, num_classes, bias=bias)
+        first, second, third, fourth = self.widths
+        self.conv1 = nn.Conv2d(in_channels, first, 5, padding=padding, bias=bias)
+        self.conv2 = nn.Conv2d(first, second, 5, bias=bias)
+        self.fc1 = nn.Linear(second * 5 * 5, third, bias=bias)
+        self.fc2 = nn.Linear(third, fourth, bias=bias)
+        self.head = nn.Linear(fourth, num_classes, bias=bias)
 
     def features(self, x: Tensor) -> Tensor:
-        """Feature maps of shape (B, 16, 5, 5)."""
+        """Feature maps of shape (B, channels, 5, 5)."""
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         return F.max_pool2d(F.relu(self.conv2(x)), 2)
 
@@ -87,3 +91,24 @@ class LeNet5Cifar(_LeNet):
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
         super().__init__(in_channels, num_classes, padding=0, bias=False)
+
+
+class WideLeNet(_LeNet):
+    """``wide_lenet`` for 32x32 images: LeNet-5 with 64, 64, 384 and 192 in place of 6, 16, 120 and 84.
+
+    797,962 parameters for three channels and ten classes.
+
+    Args:
+        in_channels: channels of the images.
+        num_classes: outputs of the last layer, ``head``.
+
+    Example:
+        >>> import torch
+        >>> WideLeNet()(torch.zeros(3, 3, 32, 32)).shape
+        torch.Size([3, 10])
+    """
+
+    widths = (64, 64, 384, 192)
+
+    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+        super().__init__(in_channels, num_classes, padding=0, bias=True)

@@ -13,6 +13,7 @@ HOOKS = {
     "on_round_start": ["round", "cohort"],
     "on_client_start": ["client", "message"],
     "on_client_end": ["client", "message"],
+    "on_message_up": ["client", "message"],
     "on_before_aggregate": ["messages"],
     "on_round_end": ["messages"],
 }
@@ -32,6 +33,7 @@ def test_hooks_do_nothing_by_default() -> None:
     callback.on_round_start(None, None, 0, [3])  # type: ignore[arg-type]
     callback.on_client_start(None, None, 3, message.tensors)  # type: ignore[arg-type]
     callback.on_client_end(None, None, 3, message)  # type: ignore[arg-type]
+    callback.on_message_up(None, None, 3, message)  # type: ignore[arg-type]
     callback.on_before_aggregate(None, None, messages)  # type: ignore[arg-type]
     callback.on_round_end(None, None, messages)  # type: ignore[arg-type]
     assert messages == [message]

@@ -103,6 +103,17 @@ def test_options_reach_the_method() -> None:
     assert not torch.equal(weights, other)
 
 
+def test_schedules_are_named_by_class_or_by_any_import_path() -> None:
+    class Made(FederatedCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Only make the objects."""
+
+    options = ["--model.omega", "Linear", "--model.omega.start=0.8", "--model.psi", "math.cos"]
+    model = ["--model", "WAFFLEAvg", "--model.net", "MLP", "--model.agent_of_interest=all"]
+    made = Made(args=["fit", "--data", "Digits", *model, *options]).model
+    assert (made.omega(0.0), made.psi(0.0), made.everyone) == (0.8, 1.0, True)  # type: ignore[operator]
+
+
 #: Options without which a method cannot be made, or not with the quickstart's learning rate.
 NEEDED = {
     "FedDAF": ["--model.feature_stats=true", "--model.warmup=1", "--model.fit_steps=10"],
@@ -110,6 +121,8 @@ NEEDED = {
     "WAFFLe": ['--model.factors={"fc1": 8}'],
     "WAFFLeL1": ['--model.factors={"fc1": 8}'],
 }
+#: Methods in which all clients train in every round.
+FULL = ("Local", "WAFFLEAvg", "WeightErosion")
 
 
 @pytest.mark.parametrize("name", methods.__all__)
@@ -120,7 +133,7 @@ def test_every_method_is_fitted_tested_and_loaded(name: str, capsys: pytest.Capt
     main(["test", *options, "--ckpt_path", "saved/run.ckpt"])
     assert "test/acc" in capsys.readouterr().out
     loaded = getattr(methods, name).load_from_checkpoint("saved/run.ckpt")
-    assert len(loaded.snapshots) == (10 if name == "Local" else 8)
+    assert len(loaded.snapshots) == (10 if name in FULL else 8)
     assert loaded.local.epochs == 5
 
 
@@ -144,10 +157,13 @@ def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> No
         (["--data", "Mnist"], "there is no data set 'Mnist'; did you mean MNIST?"),
         (["--model.net", "LeNet6"], "there is no network 'LeNet6'; did you mean LeNet5?"),
         (["--data.partition", "Nope"], "there is no partition 'Nope'; choose one of"),
+        (["--model", "WAFFLEAvg", "--model.psi", "Liner"], "there is no schedule 'Liner'; did you mean Linear?"),
+        (["--model", "WAFFLEAvg", "--model.agent_of_interest", "10"], "must be one of 0 to 9 or all, not 10"),
         (["--model.lr", "fast"], "lr: expected a value of type float, not 'fast'"),
-        (["--model.lrr", "3"], "Option 'lrr' is not accepted"),
+        (["--model.lrr", "3"], "Option 'lrr' is not accepted; did you mean lr?"),
         (["--model.weighting", "size"], "weighting: expected one of samples, uniform, not 'size'"),
         (["--trainer.rounds", "3"], "unrecognized arguments: --trainer.rounds"),
+        (["--trainer.max_epocs", "3"], "did you mean --trainer.max_epochs?"),
         (["--config", "nope.yaml"], "File does not exist"),
         (["--data.fraction", "0"], "fraction must be greater than 0 and at most 1, not 0.0"),
         (["--data.fraction", "1.5"], "fraction must be greater than 0 and at most 1, not 1.5"),
@@ -202,10 +218,11 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from fl_lightning.cli import demo
 
-    runs = demo.main(Path("demo"), rounds=2)
+    runs = demo.demo(Path("demo"), rounds=2)
     assert [run.name for run in runs] == ["FedAvg", "FedProx", "Local"]
     assert [len(run.curve.accuracy) for run in runs] == [2, 2, 2]
     assert Path("demo/accuracy.png").stat().st_size > 5000
     shown = capsys.readouterr().out
     assert "worst tenth" in shown
     assert "tensorboard --logdir demo" in shown
+    assert "FedProx" in Path("demo/report.html").read_text()

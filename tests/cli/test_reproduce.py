@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_lightning.cli import cells, main, reproduce
+from fl_lightning.cli import cells, figures, main, reproduce
 from fl_lightning.cli import tables as tables_module
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.cli.tables import config_hash, config_of, select, table, tables
@@ -140,6 +140,42 @@ def test_the_command_writes_results_and_page(
     more = ["--only", "dataset=mnist", "method=fedprox", "partition=unimodal_Z2"]
     main(["reproduce", "waffle_factor_journal/table2", *more, *options])
     assert len(json.loads(Path("results/waffle_factor_journal_table2.json").read_text())) == 2  # the first stays
+
+
+def test_the_settings_of_the_parameter_selection_paper_reach_the_run() -> None:
+    settings = {"lr": 0.01, "epochs": 5, "batch_size": 128, "momentum": 0.9, "weight_decay": 0.0005}
+    nets = {"lenet5": "LeNet5", "wide_lenet": "WideLeNet"} | {f"resnet{n}": f"ResNet{n}" for n in (20, 32, 44, 56)}
+    found = [cell for name in ("table1", "table2", "table3") for cell in table(f"fedbps/{name}")]
+    for cell in found:
+        config = config_of(cell)
+        options = config["model"]["init_args"]
+        assert settings.items() <= options.items()
+        assert options["net"]["class_path"] == f"fl_lightning.nets.{nets[cell['model']]}"
+        assert options.get("p") == cell.get("p")
+        assert config["trainer"]["max_epochs"] == (100 if cell["dataset"] == "cifar10" else 60)
+        assert config["data"]["init_args"]["fraction"] == 1.0
+    assert len({config_hash(config_of(cell)) for cell in found}) == 12 + 3 + 9 + 16
+    chosen = [cell for cell in found if cell.get("p") == "auto"]
+    assert len(chosen) == 6
+    assert all(cell["value"] is None for cell in chosen)
+
+
+def test_a_study_is_drawn_over_the_key_that_it_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    result = {"metrics": {"local_test_acc": 90.0}, "curves": {"local_test_acc": [90.0]}}
+    monkeypatch.setattr(reproduce, "cached", lambda root, config, seed: result if seed < 2 else None)
+    kept = figures.study
+    monkeypatch.setattr(figures, "study", lambda *args: (drawn.append(args), kept(*args)))
+    reproduce.draw(tmp_path, "fedbps/table2", table("fedbps/table2"), [0, 1, 2], None, tmp_path)
+    ((lines, path, _, key),) = drawn
+    assert key == "p"
+    assert lines.keys() == {"mnist", "fmnist", "cifar10"}
+    assert set(lines["mnist"]) == {0.3, 0.5, 0.7, 0.9, "auto"}
+    assert all(len(results) == 2 for results in lines["mnist"].values())
+    assert path.stat().st_size > 5000
+    assert [p.name for p in tmp_path.glob("*.png")] == ["results-fedbps-table2-by-p.png"]
+    reproduce.draw(tmp_path, "fedbps/table1", table("fedbps/table1"), [0], None, tmp_path)
+    assert len(list(tmp_path.glob("results-fedbps-table1-*.png"))) == 3
 
 
 def test_fewer_rounds_are_said_to_be_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,18 +13,26 @@ from fl_lightning import methods, seeding
 from fl_lightning.engine import Batch, CapturedEngine
 from fl_lightning.methods import (
     APFL,
+    IFCA,
     QFFL,
     SCAFFOLD,
     FedAvg,
+    FedBPS,
+    FedCluster,
     FedDAF,
+    FedGN,
+    FedGroup,
     FedMA,
     FedPer,
     FedProx,
+    FeSEM,
     LGFedAvg,
     Local,
     PFedMe,
     WAFFLe,
+    WAFFLEAvg,
     WAFFLeL1,
+    WeightErosion,
 )
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import LeNet5, LeNetBN
@@ -127,7 +135,15 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
     FedMA: {},
     FedPer: {},
     LGFedAvg: {},
+    FedBPS: {"p": 0.5},
     PFedMe: {"lam": 1.0, "inner_steps": 2},
+    FeSEM: {"clusters": 2, "momentum": 0.9},
+    IFCA: {"clusters": 2},
+    FedCluster: {"clusters": 2, "momentum": 0.9},
+    FedGroup: {"clusters": 2, "cold_steps": 5},
+    FedGN: {},
+    WAFFLEAvg: {"momentum": 0.9, "rounds": 6},
+    WeightErosion: {},
     WAFFLe: {"factors": {"fc1": 6}},
     WAFFLeL1: {"factors": {"fc1": 6}},
 }
@@ -135,9 +151,9 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_captured_equals_stacked_for_every_method(kind: type[FederatedModule]) -> None:
-    """Bit for bit: a step that was traced and one that was not yet may follow each other, also after a resume."""
+    """But for the rounding of gradients that are multiplied straight into the weights."""
     one, other = (trained(kind, "mlp", engine=engine, **METHODS[kind]) for engine in ("stacked", "captured"))
-    assert differ(one, other) == 0.0
+    assert differ(one, other) < 1e-12
 
 
 def test_no_method_is_forgotten() -> None:
@@ -146,8 +162,9 @@ def test_no_method_is_forgotten() -> None:
 
 @pytest.mark.parametrize("net", ["lenet_bn", "dropout", "reassigned buffer"])
 def test_captured_equals_stacked_for_every_net(net: str) -> None:
-    one, other = (trained(Local, net, engine=engine, momentum=0.9) for engine in ("stacked", "captured"))
-    assert differ(one, other) == 0.0
+    options = {"momentum": 0.9, "weight_decay": 0.1}
+    one, other = (trained(Local, net, engine=engine, **options) for engine in ("stacked", "captured"))
+    assert differ(one, other) < 1e-11
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
@@ -182,13 +199,15 @@ def test_what_changes_between_steps_is_not_frozen(engine: str) -> None:
 
 
 def test_seldom_seen_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they would have paid off, by the round and the clients' sizes alone: a resumed run does the same."""
+
     def traces(seldom: int) -> int:
         monkeypatch.setattr(CapturedEngine, "seldom", seldom)
         method = FedAvg(mlp(), lr=0.1, epochs=5, batch_size=8, engine="captured")
-        fit(method, blobs((16, 16)), rounds=1)  # two full batches an epoch for both: ten equal steps but the first
+        fit(method, blobs((16, 16)), rounds=2)  # two full batches an epoch for both: ten equal steps a round
         return len(method.engine._traces)  # type: ignore[attr-defined]
 
-    assert (traces(0), traces(3), traces(10)) == (2, 1, 0)
+    assert (traces(0), traces(20), traces(21)) == (1, 1, 0)
 
 
 def test_captured_steps_are_traced_anew_for_the_next_run() -> None:

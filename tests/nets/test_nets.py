@@ -8,7 +8,21 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from fl_lightning.nets import MLP, NETS, CNNCifar, CNNFashion, FedNet, LeNet5, LeNet5Cifar, LeNetBN
+from fl_lightning.nets import (
+    MLP,
+    NETS,
+    CNNCifar,
+    CNNFashion,
+    FedNet,
+    LeNet5,
+    LeNet5Cifar,
+    LeNetBN,
+    ResNet20,
+    ResNet32,
+    ResNet44,
+    ResNet56,
+    WideLeNet,
+)
 
 PARAMETERS = {
     "mlp_mnist": 158_800,
@@ -17,6 +31,11 @@ PARAMETERS = {
     "lenet5": 61_706,
     "lenet_bn": 61_750,
     "lenet5_cifar": 61_770,
+    "wide_lenet": 797_962,
+    "resnet20": 269_722,
+    "resnet32": 464_154,
+    "resnet44": 658_586,
+    "resnet56": 853_018,
 }
 LAYERS = {
     "mlp_mnist": ["fc1", "head"],
@@ -25,6 +44,8 @@ LAYERS = {
     "lenet5": ["conv1", "conv2", "fc1", "fc2", "head"],
     "lenet_bn": ["conv1", "conv2", "fc1", "fc2", "head", "bn1", "bn2"],
     "lenet5_cifar": ["conv1", "conv2", "fc1", "fc2", "head"],
+    "wide_lenet": ["conv1", "conv2", "fc1", "fc2", "head"],
+    "resnet20": ["conv1", "bn1", "stage1", "stage2", "stage3", "head"],
 }
 
 
@@ -33,7 +54,7 @@ def parameters(net: nn.Module) -> int:
 
 
 def images(name: str, batch: int = 2) -> torch.Tensor:
-    shape = (3, 32, 32) if "cifar" in name else (1, 28, 28)
+    shape = (3, 32, 32) if any(kind in name for kind in ("cifar", "wide", "resnet")) else (1, 28, 28)
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(1))
 
 
@@ -45,6 +66,11 @@ def test_every_paper_name_is_there() -> None:
         "lenet5": LeNet5,
         "lenet_bn": LeNetBN,
         "lenet5_cifar": LeNet5Cifar,
+        "wide_lenet": WideLeNet,
+        "resnet20": ResNet20,
+        "resnet32": ResNet32,
+        "resnet44": ResNet44,
+        "resnet56": ResNet56,
     }
 
 
@@ -102,7 +128,26 @@ def test_lenet_takes_channels_and_bn_normalises_before_relu() -> None:
     assert net.features(images("lenet_bn")).abs().sum() == 0  # relu of -1 everywhere
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("blocks", [(ResNet20, 3), (ResNet56, 9)])
+def test_residual_stages_have_their_blocks_and_no_shortcut_has_parameters(blocks: tuple[type[ResNet20], int]) -> None:
+    net = blocks[0]()
+    assert [len(stage) for stage in (net.stage1, net.stage2, net.stage3)] == [blocks[1]] * 3
+    convolutions = [module for module in net.modules() if isinstance(module, nn.Conv2d)]
+    assert len(convolutions) + 1 == 6 * blocks[1] + 2
+    assert all(module.kernel_size == (3, 3) for module in convolutions)
+
+
+def test_the_residual_shortcut_subsamples_and_pads_with_zeros() -> None:
+    block = ResNet20().stage2[0]
+    nn.init.zeros_(block.bn2.weight)  # leaves relu(shortcut)
+    x = images("resnet20")[:, :1].expand(2, 16, 32, 32).abs()
+    y = block(x)
+    assert y.shape == (2, 32, 16, 16)
+    assert torch.equal(y[:, 8:24], x[:, :, ::2, ::2])
+    assert y[:, :8].abs().sum() + y[:, 24:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in ("resnet32", "resnet44", "resnet56")])
 def test_stacked_gradients_equal_one_by_one(name: str) -> None:
     torch.manual_seed(0)
     nets = [NETS[name]().double().train() for _ in range(3)]

@@ -1,0 +1,279 @@
+"""A TensorBoard dashboard of a federated run: pages, histograms over clients, pictures, sortable settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from fl_lightning import pictures, seeding
+from fl_lightning.callbacks.pages import charts
+from fl_lightning.callbacks.record import ClientHistory, settings_of
+from fl_lightning.errors import FederationError
+from fl_lightning.metrics.fairness import scored
+from fl_lightning.module import FederatedModule
+from fl_lightning.wire import Message, State
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Settings that every run has, so that runs of different methods fit into one table; the rest is one text.
+COMMON = ("clients", "fraction", "rounds", "lr", "epochs", "batch_size")
+#: Those that are shown at first: TensorBoard sorts by name, capitals before others, and shows five.
+FIRST = ("method", "data", "partition", "net", "seed")
+#: Metrics of that table, where they are logged.
+METRICS = ("val/acc", "val/acc_worst10", "val/acc_majority", "val/acc_minority", "val/gap", "val/variance", "val/jain")
+#: Numbers that are kept of a client's update, whatever the size of the model.
+SKETCH = 256
+
+
+class Dashboard(Callback):
+    """Lays TensorBoard out for a federated run.
+
+    - **Custom scalars**: the pages Accuracy, Fairness, Privacy, Communication and Method, with charts of whatever the
+      callbacks that are on have logged; a page that nothing was logged for is not there.
+    - **Histograms** over clients: accuracy, training loss, norm of the update.
+    - **Images**: the partition, every client's accuracy by round, a t-SNE map of the clients by their last updates, and
+      the pictures of every callback that has a method ``dashboard_figures(trainer, module)`` which returns figures by
+      name.
+    - **HParams**: settings and last metrics, so that runs can be sorted.
+
+    It adds five numbers to the log: ``val/acc_low``, ``val/acc_median`` and ``val/acc_high`` (the clients' first, fifth
+    and ninth decile), ``comm/up_total`` and ``comm/down_total``. Training is not changed by it.
+
+    Args:
+        images_every: draw pictures every so many rounds; 0 draws them at the end alone.
+        histograms: whether histograms over clients are logged.
+        tsne: whether the map of the clients is drawn.
+    """
+
+    def __init__(self, images_every: int = 0, histograms: bool = True, tsne: bool = True) -> None:
+        if images_every < 0:
+            raise FederationError(f"images_every must be 0 or more, not {images_every}.")
+        self.images_every, self.histograms, self.tsne = images_every, histograms, tsne
+        self.history = ClientHistory()
+        self.sketches: dict[int, Tensor] = {}
+        self._layout: dict[str, Any] = {}
+        self._session = False
+
+    # ---- what is collected ----------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse other modules; keep Lightning from writing a table of settings without metrics."""
+        if not isinstance(pl_module, FederatedModule):
+            raise FederationError(f"Dashboard needs a federated method, not {type(pl_module).__name__}.")
+        for logger in _loggers(trainer):
+            logger._default_hp_metric = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the partition."""
+        self._layout, self._session = {}, False
+        draw = getattr(trainer.datamodule, "picture", None)  # type: ignore[attr-defined]
+        if callable(draw) and _loggers(trainer):
+            self._show(trainer, {"partition": draw()})
+
+    def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """Note how far and in which direction every client wants to go."""
+        module: Any = pl_module
+        if not _loggers(trainer) or not messages:
+            return
+        state = module.server_state()
+        updates = {message.client: _update(message.tensors, state) for message in messages}
+        updates = {client: update for client, update in updates.items() if len(update)}
+        if self.tsne:
+            self.sketches |= _sketched(updates, module.seed)
+        if self.histograms:
+            norms = torch.stack([update.norm() for update in updates.values()]) if updates else torch.empty(0)
+            self._histogram(trainer, "clients/update_norm", norms)
+            self._histogram(trainer, "clients/train_loss", torch.tensor([message.loss for message in messages]))
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """Add the traffic up."""
+        module: Any = pl_module
+        for name, total in (("up", module.bytes_up), ("down", module.bytes_down)):
+            _log(pl_module, f"comm/{name}_total", float(total))
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the band in which the clients lie, and their histogram."""
+        module: Any = pl_module
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        accuracies = module.evaluator.accuracies()
+        self.history.add(trainer.current_epoch, accuracies)
+        known = scored(accuracies).double()
+        if len(known):
+            marks = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+            for name, value in zip(("low", "median", "high"), known.quantile(marks), strict=True):
+                _log(pl_module, f"val/acc_{name}", value)
+            if self.histograms:
+                self._histogram(trainer, "clients/acc", known)
+
+    # ---- what is shown --------------------------------------------------------------------------------------
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lay the pages out, as soon as it is known what is logged, and again when something new is."""
+        self._lay_out(trainer)
+        self._note_settings(trainer, pl_module)
+        if self.images_every and (trainer.current_epoch + 1) % self.images_every == 0:
+            self._show(trainer, self.figures(trainer, pl_module))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the last pictures, and close the table's row."""
+        from torch.utils.tensorboard.summary import hparams
+
+        self._lay_out(trainer)
+        self._show(trainer, self.figures(trainer, pl_module))
+        if self._session:
+            for logger in _loggers(trainer):
+                logger.experiment.file_writer.add_summary(hparams({}, {})[2])  # type: ignore[no-untyped-call]
+                logger.experiment.flush()
+
+    def figures(self, trainer: Trainer, module: Any) -> dict[str, Figure]:
+        """The pictures by name: clients by round, the map of the clients, and those of the other callbacks."""
+        if not _loggers(trainer):
+            return {}
+        rounds, accuracy = self.history.table()
+        found: dict[str, Figure] = {}
+        if rounds:
+            found["clients/accuracy_by_round"] = pictures.heat_map(
+                rounds, accuracy.double().numpy(), "accuracy of every client"
+            )
+        if self.tsne and len(self.sketches) > 3:
+            found["clients/tsne_of_updates"] = self._map(module)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            offered = getattr(callback, "dashboard_figures", None)
+            if callable(offered):
+                found |= offered(trainer, module)
+        return found
+
+    def _map(self, module: Any) -> Figure:
+        clients = sorted(self.sketches)
+        points = clients_map(torch.stack([self.sketches[client] for client in clients]))
+        groups = module.federation.meta.get("mode")
+        labels = ["clients"] * len(clients) if groups is None else [f"mode {groups[client]}" for client in clients]
+        names = [str(client) for client in clients] if len(clients) <= 100 else ()
+        return pictures.scatter(points, labels, "t-SNE of the clients' last updates", names)
+
+    def _lay_out(self, trainer: Trainer) -> None:
+        layout: dict[str, Any] = {
+            page: {chart.title: ["Margin" if chart.band else "Multiline", list(chart.tags)] for chart in shown}
+            for page, shown in charts(trainer.callback_metrics).items()
+        }
+        if layout != self._layout and layout:
+            self._layout = layout
+            for logger in _loggers(trainer):
+                logger.experiment.add_custom_scalars(layout)
+
+    def _note_settings(self, trainer: Trainer, module: LightningModule) -> None:
+        """Begin the run's row in the table of settings; TensorBoard fills in the metrics' last values itself."""
+        from torch.utils.tensorboard.summary import hparams
+
+        metrics = {name: 0.0 for name in METRICS if name in trainer.callback_metrics}
+        if self._session or not metrics:
+            return
+        self._session = True
+        experiment, start, _ = hparams(columns(settings_of(trainer, module)), metrics)  # type: ignore[no-untyped-call]
+        for logger in _loggers(trainer):
+            for summary in (experiment, start):
+                logger.experiment.file_writer.add_summary(summary)
+
+    def _show(self, trainer: Trainer, figures: Mapping[str, Figure]) -> None:
+        for name, figure in figures.items():
+            image = pictures.pixels(figure)
+            for logger in _loggers(trainer):
+                logger.experiment.add_image(name, image, _step(trainer), dataformats="HWC")
+
+    def _histogram(self, trainer: Trainer, name: str, values: Tensor) -> None:
+        finite = values[values.isfinite()]
+        for logger in _loggers(trainer):
+            if len(finite):
+                logger.experiment.add_histogram(name, finite, _step(trainer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Clients by round, and their last updates."""
+        return {"clients": self.history.state_dict(), "sketches": dict(self.sketches)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.history.load_state_dict(state_dict["clients"])
+        self.sketches = dict(state_dict["sketches"])
+
+
+def columns(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as columns that all runs have: the common ones, and the others in one text.
+
+    TensorBoard takes the columns of all runs from the first one it finds, so they must not depend on the method.
+
+    Example:
+        >>> columns({"method": "FedProx", "lr": 0.1, "mu": 0.5, "momentum": 0.0})["other"]
+        'mu=0.5'
+    """
+    common = {name.capitalize(): settings.get(name) for name in FIRST} | {name: settings.get(name) for name in COMMON}
+    rest = {k: v for k, v in settings.items() if k not in (*FIRST, *COMMON) and v not in (None, 0.0, False)}
+    texts = (f"{k}={v}" for k, v in rest.items())
+    return {k: "" if v is None else v for k, v in common.items()} | {"other": " ".join(texts)}
+
+
+def clients_map(points: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """A map of clients in the plane: similar directions lie near each other.
+
+    Args:
+        points: one row per client, shape (clients, n).
+
+    Returns:
+        Places, shape (clients, 2).
+    """
+    from sklearn.manifold import TSNE
+
+    rows = torch.nn.functional.normalize(points.double(), dim=1).numpy()
+    perplexity = min(30.0, max(2.0, (len(rows) - 1) / 3))
+    places: np.ndarray[Any, np.dtype[np.float64]] = TSNE(
+        perplexity=perplexity, init="pca", random_state=0, max_iter=500
+    ).fit_transform(rows)
+    return places
+
+
+def _update(tensors: State, state: State) -> Tensor:
+    """What a client wants to change, as one vector: floating entries, less the server's where it has them."""
+    parts = [
+        (value - state[name] if name in state and state[name].shape == value.shape else value).detach().flatten()
+        for name, value in tensors.items()
+        if value.is_floating_point()
+    ]
+    return torch.cat(parts).float().cpu() if parts else torch.empty(0)
+
+
+def _sketched(updates: Mapping[int, Tensor], seed: int) -> dict[int, Tensor]:
+    """Every update in few numbers that keep angles: entries are added up, with random signs, in random buckets."""
+    found = {}
+    buckets: dict[int, tuple[Tensor, Tensor]] = {}
+    for client, update in updates.items():
+        size = len(update)
+        if size not in buckets:
+            rng = seeding.stream(seed, "dashboard")
+            buckets[size] = (
+                torch.from_numpy(rng.integers(0, SKETCH, size)),
+                torch.from_numpy(rng.integers(0, 2, size).astype(np.float32) * 2 - 1),
+            )
+        place, sign = buckets[size]
+        found[client] = torch.zeros(SKETCH).index_add_(0, place, sign * update)
+    return found
+
+
+def _loggers(trainer: Trainer) -> list[Any]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def _step(trainer: Trainer) -> int:
+    """Where Lightning logs a round's scalars."""
+    steps: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return steps
+
+
+def _log(module: LightningModule, name: str, value: float | Tensor) -> None:
+    module.log(name, value, on_step=False, on_epoch=True, batch_size=1)

@@ -1,0 +1,99 @@
+"""Which page of the dashboard and of the report a logged number belongs to, and which chart of it.
+
+Callbacks log what they like; nothing has to be registered here. Names that are not known go to the page Method, under a
+chart for all names that differ in their middle or in a trailing number only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+#: The pages, in the order of the tabs, and what the names of their numbers begin with; the last takes the rest.
+PAGES: dict[str, re.Pattern[str]] = {
+    "Accuracy": re.compile(r"(train|val|test)/(global_)?(acc|loss)"),
+    "Fairness": re.compile(r"(val|test)/|fairness/"),
+    "Privacy": re.compile(r"(privacy|attack|membership|inversion|leakage|dp|defence)s?[/_]|(.*[/_])?epsilon"),
+    "Communication": re.compile(r"(comm|clients|ledger|speed)/"),
+    "Method": re.compile(r""),
+}
+#: Numbers that Lightning adds and nobody wants a chart of.
+_HIDDEN = re.compile(r"epoch$|hp_metric$|lr-")
+
+
+class Chart(NamedTuple):
+    """A chart: its title, and expressions for the names of its lines.
+
+    With ``band`` the three names are a line and the edges of a band around it.
+    """
+
+    title: str
+    tags: tuple[str, ...]
+    band: bool = False
+
+
+#: Charts of what every run logs and of what the fairness callback adds.
+KNOWN = (
+    Chart("mean over clients", (r"val/acc$", r"val/global_acc$")),
+    Chart("worst tenth of the clients", (r"val/acc_worst10$",)),
+    Chart("majority and minority", (r"val/acc_majority$", r"val/acc_minority$")),
+    Chart("clients: median, 10 % to 90 %", ("val/acc_median", "val/acc_low", "val/acc_high"), band=True),
+    Chart("standard deviation over clients", (r"val/acc_std$",)),
+    Chart("loss", (r"train/loss$", r"val/loss$")),
+    Chart("gap between majority and minority", (r"val/gap$",)),
+    Chart("variance over clients (percent squared)", (r"val/variance$",)),
+    Chart("evenness: Jain index and entropy", (r"val/jain$", r"val/entropy$")),
+    Chart("against training alone", (r"val/local_gap$", r"val/local_worse$")),
+    Chart("bytes up and down in a round", (r"comm/up_bytes$", r"comm/down_bytes$")),
+    Chart("bytes up and down so far", (r"comm/up_total$", r"comm/down_total$")),
+    Chart("clients trained and left out", (r"clients/trained$", r"clients/left_out$")),
+)
+
+
+def page_of(tag: str) -> str:
+    """The page that a logged number belongs to.
+
+    Example:
+        >>> page_of("val/acc_worst10"), page_of("val/gap"), page_of("factors/fc1/active")
+        ('Accuracy', 'Fairness', 'Method')
+    """
+    return next(page for page, pattern in PAGES.items() if pattern.match(tag))
+
+
+def charts(tags: Iterable[str]) -> dict[str, list[Chart]]:
+    """The pages that have something to show, and their charts.
+
+    Args:
+        tags: names of what a run logged.
+
+    Example:
+        >>> charts(["factors/fc1/active", "factors/fc2/active", "agents/weight_0", "agents/weight_1"])["Method"]
+        [Chart(title='factors: active', tags=('factors/.*/active$',), band=False), \
+Chart(title='agents: weight', tags=('agents/weight_[0-9]+$',), band=False)]
+    """
+    left = {tag for tag in tags if not _HIDDEN.match(tag) and not tag.startswith("test/")}
+    pages: dict[str, list[Chart]] = {page: [] for page in PAGES}
+    for chart in KNOWN:
+        found = {tag for tag in left if any(re.fullmatch(pattern.rstrip("$"), tag) for pattern in chart.tags)}
+        if found and (len(found) == 3 or not chart.band):
+            pages[page_of(min(found))].append(chart)
+        left -= found
+    for tag in sorted(left, key=lambda tag: list(tags).index(tag)):
+        chart = _chart(tag)
+        if chart not in pages[page_of(tag)]:
+            pages[page_of(tag)].append(chart)
+    return {page: shown for page, shown in pages.items() if shown}
+
+
+def _chart(tag: str) -> Chart:
+    """The chart of a name that is not known: one for all layers, one for all numbered clients or clusters."""
+    first, *middle, last = tag.split("/") if "/" in tag else ("other", tag)
+    numbered = re.fullmatch(r"(.*?[_-]?)\d+", last)
+    if numbered and (numbered[1] or middle):
+        stem = "/".join([*([first] if "/" in tag else []), *middle, numbered[1]])
+        title = ": ".join(filter(None, [first, "/".join([*middle, numbered[1].rstrip("_-")]).strip("/")]))
+        return Chart(title, (f"{stem}[0-9]+$",))
+    if middle:
+        return Chart(f"{first}: {last}", (f"{first}/.*/{last}$",))
+    return Chart(f"{first}: {last}" if "/" in tag else tag, (f"{tag}$",))

@@ -1,0 +1,221 @@
+"""What a run came to, in one file beside its logs: what ``fl-lightning compare`` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+
+#: The file's name, and the version of what is in it.
+FILE, FORMAT = "run.json", 1
+#: Seconds between two writings while a run goes on.
+EVERY = 10.0
+
+
+class ClientHistory:
+    """Accuracy of every client after validated rounds; of long runs every second, fourth, ... round is kept.
+
+    Args:
+        most: rounds that are kept at most.
+
+    Example:
+        >>> history = ClientHistory(most=2)
+        >>> for round in range(5):
+        ...     history.add(round, torch.tensor([round / 10]))
+        >>> history.rounds
+        [0, 4]
+    """
+
+    def __init__(self, most: int = 200) -> None:
+        self.most = max(most, 2)
+        self.rounds: list[int] = []
+        self.scores: list[Tensor] = []
+        self._last: tuple[int, Tensor] | None = None
+        self._stride = 1
+
+    def add(self, round: int, scores: Tensor) -> None:
+        """Note the scores of a round, shape (clients,)."""
+        self._last = round, scores.detach().cpu().float()
+        if round % self._stride == 0:
+            self.rounds.append(round)
+            self.scores.append(self._last[1])
+        while len(self.rounds) > self.most:
+            self._stride *= 2
+            kept = [(r, s) for r, s in zip(self.rounds, self.scores, strict=True) if r % self._stride == 0]
+            self.rounds, self.scores = [r for r, _ in kept], [s for _, s in kept]
+
+    def table(self) -> tuple[list[int], Tensor]:
+        """The rounds, the last one always among them, and the scores, shape (rounds, clients)."""
+        rounds, scores = list(self.rounds), list(self.scores)
+        if self._last is not None and (not rounds or rounds[-1] != self._last[0]):
+            rounds.append(self._last[0])
+            scores.append(self._last[1])
+        return rounds, torch.stack(scores) if scores else torch.empty(0, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        rounds, scores = self.table()
+        return {"rounds": rounds, "scores": scores, "stride": self._stride}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._stride = state["stride"]
+        self.rounds, self.scores = list(state["rounds"]), list(state["scores"])
+        self._last = (self.rounds[-1], self.scores[-1]) if self.rounds else None
+
+
+class RunRecord(Callback):
+    """Writes ``run.json`` to the log folder: settings, all logged curves, every client's accuracy, bytes and speed.
+
+    ``fl-lightning fit`` has it always on; in Python pass it to the Trainer. It is written while the run goes on, at its
+    end and when it breaks off, and a resumed run has all of it. Without a logger nothing is written.
+
+    Args:
+        folder: where the file is written; None means the Trainer's log folder.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = folder
+        self.curves: dict[str, tuple[list[int], list[float]]] = {}
+        self.history = ClientHistory()
+        self.seconds = 0.0
+        self._began = self._wrote = time.perf_counter()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._began = self._wrote = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what every client scored."""
+        scores = getattr(getattr(pl_module, "evaluator", None), "scores", {}).get("val")
+        if scores is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.history.add(trainer.current_epoch, scores)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what the round logged."""
+        for name, value in trainer.callback_metrics.items():
+            rounds, values = self.curves.setdefault(name, ([], []))
+            number = float(value)
+            if (not rounds or rounds[-1] != trainer.current_epoch) and math.isfinite(number):
+                rounds.append(trainer.current_epoch)
+                values.append(number)
+        if time.perf_counter() - self._wrote > EVERY:
+            self._write(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the file."""
+        self._write(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what there is."""
+        if trainer.state.fn == "fit" and self.curves:
+            self._write(trainer, pl_module)
+
+    def elapsed(self) -> float:
+        """Seconds of training so far, over all resumptions."""
+        return self.seconds + time.perf_counter() - self._began
+
+    def record(self, trainer: Trainer, module: Any) -> dict[str, Any]:
+        """What the file holds."""
+        federated = hasattr(module, "snapshots")
+        rounds, scores = self.history.table()
+        state = module.server_state() if federated else dict(module.named_parameters())
+        shared = module.shared_names if federated else state
+        return {
+            "format": FORMAT,
+            "settings": settings_of(trainer, module),
+            "rounds": module.completed_rounds if federated else trainer.current_epoch,
+            "seconds": round(self.elapsed(), 2),
+            "steps": sum(module.snapshots[client].steps for client in module.snapshots) if federated else None,
+            "engine": (getattr(module.engine, "choice", None) or module.engine.name) if federated else None,
+            "bytes": [module.bytes_up, module.bytes_down] if federated else None,
+            "parameters": sum(state[name].numel() for name in shared),
+            "curves": {name: {"rounds": r, "values": v} for name, (r, v) in sorted(self.curves.items())},
+            "clients": {"rounds": rounds, "accuracy": [[_figure(v) for v in row] for row in scores.tolist()]},
+            "groups": groups_of(module) if federated else {},
+        }
+
+    def _write(self, trainer: Trainer, module: LightningModule) -> None:
+        folder = self.folder or (trainer.log_dir if trainer.loggers else None)
+        if folder is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+            return
+        path = Path(folder) / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(self.record(trainer, module)) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        self._wrote = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Curves, clients and clock."""
+        curves = {name: [list(rounds), list(values)] for name, (rounds, values) in self.curves.items()}
+        return {"curves": curves, "clients": self.history.state_dict(), "seconds": self.elapsed()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.curves = {name: (list(rounds), list(values)) for name, (rounds, values) in state_dict["curves"].items()}
+        self.history.load_state_dict(state_dict["clients"])
+        self.seconds = float(state_dict["seconds"])
+
+
+def settings_of(trainer: Trainer, module: Any) -> dict[str, Any]:
+    """A run's settings as a flat dict of numbers and texts: method, net, data, and all their arguments."""
+    data = getattr(trainer, "datamodule", None)
+    found: dict[str, Any] = {"method": type(module).__name__}
+    if data is not None:
+        found |= {"data": type(data).__name__, "partition": str(getattr(data, "partition", None) or "own indices")}
+        found |= {name: getattr(data, name) for name in ("fraction", "val_fraction") if hasattr(data, name)}
+        federation = getattr(data, "federation", None)
+        if federation is not None:
+            found["clients"] = federation.num_clients
+    found["rounds"] = trainer.max_epochs
+    arguments = dict(module.hparams)
+    net = arguments.pop("net", None) or {"class_path": type(getattr(module, "net", module)).__name__}
+    found["net"] = str(net["class_path"]).rpartition(".")[2]
+    _flatten(found, "net", net.get("init_args") or {})
+    _flatten(found, "", arguments)
+    optimizer = getattr(module, "server_optimizer", None)
+    if optimizer is not None:
+        found["server_optimizer"] = getattr(optimizer, "__qualname__", str(optimizer)).partition(".<")[0]
+    return {**found, "precision": str(trainer.precision)}
+
+
+def groups_of(module: Any) -> dict[str, list[Any]]:
+    """What is known of the clients, one plain value each under every name."""
+    meta = module.federation.meta
+    return {key: [v if isinstance(v, int | float | str) else str(v) for v in values] for key, values in meta.items()}
+
+
+def _figure(value: float) -> float | None:
+    """A number as JSON has it: four digits, None for a client that was not evaluated."""
+    return None if math.isnan(value) else round(value, 4)
+
+
+def _flatten(into: dict[str, Any], prefix: str, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Mapping):
+            _flatten(into, name, value)
+        else:
+            into[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The contents of a ``run.json``, or a sentence that says what is wrong with it."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FederationError(f"{path} cannot be read: run the fit again.") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise FederationError(f"{path} is not a record of a run in format {FORMAT}: run the fit again.")
+    return found

@@ -1,0 +1,159 @@
+"""``fl-lightning compare RUN...``: finished runs side by side, and a report that needs nothing but a browser."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_lightning.callbacks.pages import page_of
+from fl_lightning.cli.parsing import FederatedArgumentParser
+from fl_lightning.cli.runs import Run, find
+from fl_lightning.cli.sheet import Sheet, figure
+
+
+class Experiment(NamedTuple):
+    """Runs that differ in their seed alone."""
+
+    name: str
+    runs: list[Run]
+
+    def values(self, of: Callable[[Run], float | None]) -> list[float]:
+        """A number of every run that has it."""
+        return [value for run in self.runs if (value := of(run)) is not None]
+
+
+class Column(NamedTuple):
+    """A column of the comparison: how its number is got of a run and printed, and whether more is better."""
+
+    heading: str
+    of: Callable[[Run], float | None]
+    digits: int = 2
+    scale: float = 1.0
+    better: int = 0
+
+
+def _last(name: str) -> Callable[[Run], float | None]:
+    return lambda run: run.final.get(name)
+
+
+#: Columns of the comparison and of the costs; those that no run has a number for are left out.
+COLUMNS = (
+    Column("mean %", _last("val/acc"), 2, 100, 1),
+    Column("worst tenth %", _last("val/acc_worst10"), 2, 100, 1),
+    Column("variance (%²)", _last("val/variance"), 2, 1, -1),
+    Column("rounds", lambda run: float(len(run.curves["val/acc"][0])) if "val/acc" in run.curves else None, 0),
+)
+COSTS = (
+    Column("parameters shared", lambda run: run.parameters, 0),
+    Column("MB up", lambda run: run.traffic[0] / 1e6 if run.traffic else None, 2),
+    Column("MB down", lambda run: run.traffic[1] / 1e6 if run.traffic else None, 2),
+    Column("seconds", lambda run: run.seconds, 1),
+    Column("steps/s", lambda run: run.steps / run.seconds if run.steps and run.seconds else None, 0),
+)
+
+
+def build_parser() -> FederatedArgumentParser:
+    """The command's options."""
+    parser = FederatedArgumentParser(
+        prog="fl-lightning compare",
+        description="Put finished runs side by side and write a report. Runs that differ in their seed alone are "
+        "averaged. A folder stands for all runs in it.",
+    )
+    parser.add_argument("runs", nargs="+", type=str, help="folders that fits wrote their logs to")
+    parser.add_argument("--out", type=str, default="comparison", help="folder for report.html, table.md and table.tex")
+    parser.add_argument("--title", type=str, help="title of the report")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Run the command; ``argv`` begins with its name."""
+    from rich.console import Console
+
+    from fl_lightning.cli.report import write_report
+
+    options = build_parser().parse_args(argv[1:])
+    experiments = experiments_of(find(options.runs))
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    sheets = [sheet for make in SHEETS if (sheet := make(experiments)) is not None]
+    text = "\n".join(f"{sheet.title}\n\n{sheet.markdown()}" for sheet in sheets)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    (folder / "table.tex").write_text("\n".join(sheet.latex() for sheet in sheets), encoding="utf-8")
+    title = options.title or "Comparison: " + ", ".join(one.name for one in experiments)
+    write_report(folder / "report.html", experiments, title)
+    if options.quiet:
+        return
+    console = Console()
+    for sheet in sheets:
+        console.print(sheet.rich())
+    written = ", ".join(str(folder / name) for name in ("report.html", "table.md", "table.tex"))
+    console.print(f"wrote {written}", highlight=False, soft_wrap=True)
+
+
+def experiments_of(runs: Sequence[Run]) -> list[Experiment]:
+    """Runs by experiment, in the order in which they were given."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        found.setdefault((run.name, run.identity), []).append(run)
+    return [Experiment(name, repeated) for (name, _), repeated in found.items()]
+
+
+def summary(experiments: Sequence[Experiment]) -> Sheet:
+    """The comparison: accuracy, fairness, traffic and speed, one row per experiment."""
+    repeated = any(len(one.runs) > 1 for one in experiments)
+    note = "; mean and standard deviation over seeds" if repeated else ""
+    return _sheet(f"Last round, accuracy on the clients' own samples{note}", experiments, COLUMNS)
+
+
+def populations(experiments: Sequence[Experiment]) -> Sheet | None:
+    """Accuracy by sub-population and the gap between majority and minority; None where there is one group."""
+    names = {name: None for one in experiments for run in one.runs for name in run.populations}
+    if not names:
+        return None
+    columns = [Column("all %", _last("val/acc"), 2, 100, 1)]
+    columns += [Column(f"{name} %", _population(name), 2, 100, 1) for name in names]
+    columns += [Column("gap", _last("val/gap"), 2, 100, -1), *(c for c in COLUMNS if c.heading.startswith("variance"))]
+    return _sheet("Sub-populations", experiments, columns)
+
+
+def cost(experiments: Sequence[Experiment]) -> Sheet | None:
+    """What the runs sent and how long they took; None where nothing is known of it."""
+    sheet = _sheet("Cost of the whole fit, validation included", experiments, COSTS)
+    return sheet if len(sheet.columns) > 1 else None
+
+
+def privacy(experiments: Sequence[Experiment]) -> Sheet | None:
+    """The last value of everything that the privacy callbacks logged; None where there is nothing."""
+    names = {tag: None for one in experiments for run in one.runs for tag in run.final if page_of(tag) == "Privacy"}
+    return _sheet("Privacy", experiments, [Column(tag, _last(tag), 4) for tag in names]) if names else None
+
+
+#: What is printed and written as Markdown and LaTeX.
+SHEETS: tuple[Callable[[Sequence[Experiment]], Sheet | None], ...] = (summary, populations, privacy, cost)
+
+
+def _population(name: str) -> Callable[[Run], float | None]:
+    def mean(run: Run) -> float | None:
+        clients = run.populations.get(name)
+        known = [value for value in run.accuracy[-1][clients] if value == value] if clients else []
+        return statistics.fmean(known) if known else None
+
+    return mean
+
+
+def _sheet(title: str, experiments: Sequence[Experiment], columns: Sequence[Column]) -> Sheet:
+    found = [(column, [one.values(column.of) for one in experiments]) for column in columns]
+    found = [(column, values) for column, values in found if any(values)]
+    best = {}
+    for number, (column, values) in enumerate(found, 1):
+        means = [statistics.fmean(v) * column.better if v else float("-inf") for v in values]
+        if column.better and len(means) > 1:
+            best[number] = means.index(max(means))
+    rows = [
+        [one.name, *(figure(values[i], column.digits, column.scale) for column, values in found)]
+        for i, one in enumerate(experiments)
+    ]
+    return Sheet(title, ["run", *(column.heading for column, _ in found)], rows, best)

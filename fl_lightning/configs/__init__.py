@@ -1,0 +1,1 @@
+"""Configurations that ``--config NAME`` finds from any folder."""

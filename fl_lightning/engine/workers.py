@@ -1,0 +1,248 @@
+"""Clients shared out to worker processes, each with an engine and a core of its own."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as mp
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from fl_lightning.engine.auto import ENGINES, AutoEngine
+from fl_lightning.engine.base import Engine
+from fl_lightning.engine.contract import Job, LocalMethod, LocalTraining, Result
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
+from fl_lightning.wire import State
+
+
+class WorkerEngine(Engine):
+    """Trains a cohort in several processes at once; each runs the given engine with one thread.
+
+    The data lies in memory that all of them share. A method says with ``for_worker()`` what they get to know of it;
+    what changes from round to round, but for ``local``, must reach them in the clients' states. The workers are
+    started by the first round and stopped with the run. What they compute is what one process computes: streams depend
+    on (seed, purpose, round, client) alone. A worker that dies is started anew once, and its clients are trained again.
+
+    Args:
+        engine: what every worker trains its clients with; ``auto`` chooses here, once, for all of them.
+        workers: number of processes.
+    """
+
+    name = "workers"
+
+    def __init__(self, engine: Engine, workers: int) -> None:
+        super().__init__(engine.width * workers)
+        self.engine = engine
+        self.workers = workers
+        self._pool: list[_Worker] = []
+
+    @property
+    def choice(self) -> str | None:
+        """The engine of the workers; None while that is open."""
+        return self.engine.choice
+
+    def settle(self, choice: str) -> None:
+        """Let the workers use an engine that was chosen earlier."""
+        self.engine.settle(choice)
+
+    def reset(self) -> None:
+        """Stop the workers, and let the engine forget what it prepared."""
+        self.engine.reset()
+        while self._pool:
+            self._pool.pop().stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": []}  # processes stay here
+
+    def train(
+        self,
+        method: LocalMethod,
+        federation: Federation,
+        jobs: Sequence[Job],
+        round: int,
+        max_steps: int | None = None,
+    ) -> list[Result]:
+        """Train the jobs in the workers; see ``Engine.train``."""
+        if isinstance(self.engine, AutoEngine):
+            self.engine.choose(method, federation, jobs[: self.engine.width], round)
+        send = getattr(method, "for_worker", None)
+        if send is None:  # something small beside the run, such as the adaptation of new clients
+            parts = [jobs[i : i + self.engine.width] for i in range(0, len(jobs), self.engine.width)]
+            return [r for part in parts for r in self.engine.train(method, federation, part, round, max_steps)]
+        if not self._pool:
+            self._pool = self._start(send(), federation)
+        # Jobs come by falling size, so dealing them out in turn gives every worker about as much to do.
+        shares = [list(range(i, len(jobs), self.workers)) for i in range(min(self.workers, len(jobs)))]
+        for worker, share in zip(self._pool, shares, strict=False):
+            clients, states = [jobs[i].client for i in share], [jobs[i].state for i in share]
+            worker.begin(_Task(method.local, round, max_steps, clients, *_pack(states)))
+        results: dict[int, Result] = {}
+        for worker, share in zip(self._pool, shares, strict=False):
+            results |= dict(zip(share, worker.results(), strict=True))
+        return [results[i] for i in range(len(jobs))]
+
+    def _start(self, method: LocalMethod, federation: Federation) -> list[_Worker]:
+        setting = (method, federation.shared(), self.engine.choice, self.engine.width)
+        try:
+            return [_Worker(number, setting) for number in range(self.workers)]
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise FederationError(
+                f"{type(method).__name__} cannot be sent to worker processes ({error}): define its classes and "
+                "functions at the top level of a module, or set workers=1."
+            ) from error
+
+
+class _Task(NamedTuple):
+    """Clients to train, and the tensors that they start from in one piece of memory."""
+
+    local: LocalTraining
+    round: int
+    max_steps: int | None
+    clients: list[int]
+    layouts: list[dict[str, _Place]]
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in a piece of memory."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _pack(states: Sequence[State]) -> tuple[list[dict[str, _Place]], torch.Tensor]:
+    """Put tensors into one piece of shared memory; one that several states share is put there once."""
+    places: dict[tuple[Any, ...], tuple[_Place, torch.Tensor]] = {}
+    layouts: list[dict[str, _Place]] = []
+    end = 0
+    for state in states:
+        layout = {}
+        for name, value in state.items():
+            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if key not in places:
+                place = _Place(end, tuple(value.shape), value.dtype)
+                places[key] = (place, value)
+                end = -(-place.stop // 64) * 64
+            layout[name] = places[key][0]
+        layouts.append(layout)
+    memory = torch.empty(end, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    for place, value in places.values():
+        _at(memory, place).copy_(value)
+    return layouts, memory
+
+
+def _at(memory: torch.Tensor, place: _Place) -> torch.Tensor:
+    return memory[place.start : place.stop].view(place.dtype).view(place.shape)
+
+
+def _unpack(layouts: Sequence[dict[str, _Place]], memory: torch.Tensor) -> list[State]:
+    return [{name: _at(memory, place) for name, place in layout.items()} for layout in layouts]
+
+
+class _Worker:
+    """One worker process, seen from the run's own."""
+
+    def __init__(self, number: int, setting: tuple[Any, ...]) -> None:
+        self.number, self.setting = number, setting
+        self.task: _Task | None = None
+        self._launch()
+
+    def _launch(self) -> None:
+        context = _context()
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(other, *self.setting), daemon=True)
+        self.process.start()
+        other.close()
+
+    def begin(self, task: _Task) -> None:
+        """Let the worker train some clients."""
+        self.task = task
+        with suppress(OSError):  # a dead worker is noticed when its results are asked for
+            self.connection.send(task)
+
+    def results(self) -> list[Result]:
+        """What it made of them; a worker that died is started anew, once."""
+        assert self.task is not None
+        try:
+            answer = self._receive()
+        except (EOFError, OSError):
+            rank_zero_warn(f"{self} died; it is started anew and its clients are trained again.")
+            self._launch()
+            self.begin(self.task)
+            try:
+                answer = self._receive()
+            except (EOFError, OSError):
+                clients = ", ".join(map(str, self.task.clients[:10]))
+                raise FederationError(
+                    f"{self} died twice while it trained clients {clients}: the machine may be out of memory, try "
+                    "fewer workers or a smaller clients_per_stack; the last checkpoint is intact."
+                ) from None
+        if isinstance(answer, _Failure):
+            raise answer.error from _WorkerError(answer.trace)
+        layouts, memory, losses, steps = answer
+        states = _unpack(layouts, memory)
+        return [Result(state, loss, count) for state, loss, count in zip(states, losses, steps, strict=True)]
+
+    def _receive(self) -> Any:
+        return self.connection.recv()
+
+    def stop(self) -> None:
+        """End the process."""
+        self.connection.close()
+        self.process.join(timeout=5)
+        if self.process.is_alive():
+            self.process.kill()
+
+    def __str__(self) -> str:
+        return f"Worker {self.number} (process {self.process.pid})"
+
+
+def _context() -> Any:
+    """Processes forked from one that has imported all and computed nothing; forks of a busy one may wait for ever."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["fl_lightning.methods"])
+    return context
+
+
+class _Failure(NamedTuple):
+    error: Exception
+    trace: str
+
+
+class _WorkerError(Exception):
+    """Shows where in the worker an error came from."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _work(connection: Connection, method: Any, federation: Federation, engine: str, width: int) -> None:
+    """What a worker process does: train what it is sent until the connection closes."""
+    torch.set_num_threads(1)
+    trainer = ENGINES[engine](width)
+    with suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            task: _Task = connection.recv()
+            method.local = task.local
+            jobs = [Job(c, state) for c, state in zip(task.clients, _unpack(task.layouts, task.memory), strict=True)]
+            try:
+                results = trainer.train(method, federation, jobs, task.round, task.max_steps)
+                layouts, memory = _pack([result.state for result in results])
+                connection.send((layouts, memory, [r.loss for r in results], [r.steps for r in results]))
+            except Exception as error:  # whatever it is, the run's own process is where it belongs
+                connection.send(_Failure(error, traceback.format_exc()))

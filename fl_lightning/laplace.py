@@ -1,0 +1,261 @@
+"""Diagonal Laplace approximation: how certain a trained net is of each of its weights.
+
+At a minimum the posterior of the weights is approximated by a Gaussian whose precision is the curvature of the
+negative log posterior. Of it only the diagonal is taken: with n samples, mean curvature h of their losses and a prior
+of precision delta, the variance of a weight is 1 / (n h + delta).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning import seeding
+from fl_lightning.engine import FunctionalNet
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
+from fl_lightning.wire import State
+
+CurvatureKind = Literal["fisher", "ggn", "hessian"]
+#: ``loss(outputs, targets)`` of a batch, a mean over its samples.
+Loss = Callable[[Tensor, Tensor], Tensor]
+#: ``labels(outputs, uniform)`` draws labels from what the net predicts; shapes (B, C), (B,) and (B,).
+Labels = Callable[[Tensor, Tensor], Tensor]
+
+
+def categorical(outputs: Tensor, uniform: Tensor) -> Tensor:
+    """Classes drawn from the softmax of logits, by inversion, shape (B,)."""
+    cumulative = outputs.softmax(-1).cumsum(-1)
+    return (cumulative[..., :-1] <= uniform[..., None]).sum(-1)
+
+
+class DiagonalCurvature:
+    """Diagonal of the curvature of a net's loss in its weights, summed over samples, of a stack of models at once.
+
+    The net is in eval mode, so that samples do not see each other. Three kinds are known:
+
+    - ``fisher``, the empirical Fisher: squares of every sample's own gradient;
+    - ``ggn``, the generalised Gauss-Newton matrix (the Fisher matrix proper): as before, at labels that are drawn from
+      what the net predicts;
+    - ``hessian``: Hutchinson's estimate z * Hz with random signs z. It may be negative.
+
+    Squares of a minibatch's mean gradient would be none of these: samples' own gradients are needed, and those of a
+    hundred samples take as much memory as a hundred nets. A fully connected layer needs them not: the gradient of a
+    sample is the outer product of output gradient g and input a, and sum_n (g_n a_n^T)^2 = (g^2)^T (a^2), one matrix
+    product. For all other parameters per-sample gradients are made by ``torch.func``, of one chunk at a time.
+
+    Args:
+        net: the network; copied.
+        names: the parameters; None means all that are trainable.
+        loss: mean loss of a batch.
+        kind: which curvature.
+        labels: how ``ggn`` draws labels.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        names: Sequence[str] | None = None,
+        loss: Loss = F.cross_entropy,
+        kind: CurvatureKind = "fisher",
+        labels: Labels = categorical,
+    ) -> None:
+        if kind not in ("fisher", "ggn", "hessian"):
+            raise FederationError(f"curvature must be fisher, ggn or hessian, not {kind!r}.")
+        self.net, self.loss, self.kind, self.labels = FunctionalNet(net), loss, kind, labels
+        self.names = [name for name, p in net.named_parameters() if p.requires_grad] if names is None else list(names)
+        # While the net runs: what goes in and out of fully connected layers, and zeros that are added to what goes out.
+        self._seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._zeros: State = {}
+        for layer in _linear_layers(self.net.skeleton, self.names):
+            self.net.skeleton.get_submodule(layer).register_forward_hook(self._tap(layer))
+
+    def __call__(self, states: State, x: Tensor, y: Tensor, weight: Tensor, noise: Tensor | None = None) -> State:
+        """The sum over samples, for every model of a stack.
+
+        Args:
+            states: all entries of the nets, each of shape (K, ...).
+            x: inputs, shape (K, B, ...).
+            y: targets, shape (K, B, ...).
+            weight: 1 for a sample that counts, 0 for one that is only there to fill up, shape (K, B).
+            noise: for ``ggn`` uniform numbers, shape (K, B); for ``hessian`` signs, shape (K, parameters).
+
+        Returns:
+            The curvature of every parameter, shape (K, ...).
+        """
+        if self.kind == "hessian":
+            assert noise is not None
+            signs = dict(zip(self.names, self._unflatten(states, noise), strict=True))
+            return torch.vmap(self._hutchinson)(states, x, y, weight, signs)
+        return self._squares(states, x, y, weight, torch.zeros_like(weight) if noise is None else noise)
+
+    def _squares(self, states: State, x: Tensor, y: Tensor, weight: Tensor, noise: Tensor) -> State:
+        taps = self._taps(states, x)
+        covered = {f"{layer}.{part}" for layer in taps for part in ("weight", "bias")}
+        plain = [name for name in self.names if name not in covered]
+
+        def gradient(state: State, zeros: State, x: Tensor, y: Tensor, weight: Tensor, u: Tensor) -> Any:
+            def objective(own: State, zeros: State) -> tuple[Tensor, State]:
+                output, inputs = self._run({**state, **own}, x[None], zeros)
+                target = self.labels(output.detach(), u[None]) if self.kind == "ggn" else y[None]
+                return weight * self.loss(output, target), inputs
+
+            own = {name: state[name] for name in plain}
+            return torch.func.grad(objective, argnums=(0, 1), has_aux=True)(own, zeros)
+
+        samples = torch.vmap(gradient, in_dims=(None, None, 0, 0, 0, 0))
+        (own, outputs), inputs = torch.vmap(samples, in_dims=(0, None, 0, 0, 0, 0))(states, taps, x, y, weight, noise)
+        found = {name: g.square_().sum(1) for name, g in own.items()}
+        for layer, g in outputs.items():
+            squares = g.square_()
+            found[f"{layer}.weight"] = squares.mT @ inputs[layer].square()
+            found[f"{layer}.bias"] = squares.sum(1)
+        return {name: found[name] for name in self.names}
+
+    def _hutchinson(self, state: State, x: Tensor, y: Tensor, weight: Tensor, signs: State) -> State:
+        def one(own: State, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(self._run({**state, **own}, x[None], {})[0], y[None])
+
+        def total(own: State) -> Tensor:
+            return (torch.vmap(one, in_dims=(None, 0, 0))(own, x, y) * weight).sum()
+
+        def along(own: State) -> Tensor:
+            gradient = torch.func.grad(total)(own)
+            return torch.stack([(gradient[name] * signs[name]).sum() for name in own]).sum()
+
+        product = torch.func.grad(along)({name: state[name] for name in self.names})
+        return {name: signs[name] * value for name, value in product.items()}
+
+    def _run(self, state: State, x: Tensor, zeros: State) -> tuple[Tensor, State]:
+        """The net's output, with zeros added to the outputs of some layers, and the inputs of these layers."""
+        self._zeros, self._seen = zeros, {}
+        try:
+            output, _ = self.net(state, x, {}, training=False)
+            return output, {layer: self._seen[layer][0][0][0] for layer in zeros}
+        finally:
+            self._zeros, self._seen = {}, {}
+
+    def _tap(self, layer: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            self._seen.setdefault(layer, []).append((args[0], output))
+            return output + self._zeros[layer] if layer in self._zeros else output
+
+        return hook
+
+    def _taps(self, states: State, x: Tensor) -> State:
+        """Zeros for the outputs of fully connected layers that the net uses once, on one vector for each sample."""
+        self._seen = {}
+        with torch.no_grad():
+            self.net({name: value[0] for name, value in states.items()}, x[0, :1], {}, training=False)
+        seen, self._seen = self._seen, {}
+        once = {layer: calls[0][1] for layer, calls in seen.items() if len(calls) == 1 and calls[0][0].dim() == 2}
+        return {layer: torch.zeros_like(output[0]) for layer, output in once.items()}
+
+    def _unflatten(self, states: State, flat: Tensor) -> list[Tensor]:
+        shapes = [states[name].shape[1:] for name in self.names]
+        parts = torch.split(flat, [shape.numel() for shape in shapes], dim=1)
+        return [part.view(len(flat), *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def client_curvature(
+    diagonal: DiagonalCurvature,
+    federation: Federation,
+    states: Mapping[int, State],
+    rngs: Mapping[int, np.random.Generator],
+    dtype: torch.dtype,
+    samples: int = 1024,
+    chunk: int = 128,
+    draws: int = 1,
+) -> dict[int, State]:
+    """Mean curvature of every client's model over its own training samples, all clients together.
+
+    Args:
+        diagonal: what to compute.
+        federation: the clients' data; samples are not augmented.
+        states: the models by client.
+        rngs: every client's stream, from which samples and noise are drawn.
+        dtype: the nets' precision.
+        samples: how many samples of a client are used at most, drawn without replacement.
+        chunk: how many samples, over all clients, are differentiated at once; it bounds the memory.
+        draws: how often labels or signs are drawn for each sample.
+
+    Returns:
+        The mean curvature by client and parameter.
+    """
+    # A chunk is filled with samples of as few clients as will do: convolutions with a weight per client are slower.
+    longest = min(samples, max(len(federation.train[client]) for client in states))
+    width = max(1, chunk // longest)
+    clients, found = list(states), {}
+    for start in range(0, len(clients), width):
+        group = clients[start : start + width]
+        stacked = {name: torch.stack([states[c][name].detach() for c in group]) for name in states[group[0]]}
+        chosen = [_choose(federation.train[c], rngs[c], samples) for c in group]
+        index = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        sizes = torch.tensor([len(part) for part in chosen], device=index.device)
+        counts = (torch.arange(index.shape[1], device=index.device) < sizes[:, None]).to(dtype)
+        total = {name: torch.zeros_like(stacked[name]) for name in diagonal.names}
+        for _ in range(draws):
+            noise = _noise(diagonal, stacked, [rngs[c] for c in group], sizes, dtype)
+            step = max(1, chunk // len(group))
+            for first in range(0, index.shape[1], step):
+                part = slice(first, first + step)
+                x, y = federation.gather(group, index[:, part], dtype)
+                own = noise[:, part] if diagonal.kind == "ggn" and noise is not None else noise
+                for name, value in diagonal(stacked, x, y, counts[:, part], own).items():
+                    total[name].add_(value)
+        for k, client in enumerate(group):
+            found[client] = {name: value[k] / (draws * len(chosen[k])) for name, value in total.items()}
+    return found
+
+
+def posterior_variance(curvature: State, samples: int, prior_precision: float) -> State:
+    """Variance 1 / (n h + delta) of every weight; estimates of the curvature below 0 count as 0.
+
+    Args:
+        curvature: mean curvature h of the loss of a sample.
+        samples: number of samples n.
+        prior_precision: precision delta of the Gaussian prior, greater than 0.
+    """
+    return {name: 1 / posterior for name, posterior in precision(curvature, samples, prior_precision).items()}
+
+
+def precision(curvature: State, samples: int, prior_precision: float) -> State:
+    """Posterior precision n h + delta of every weight, the inverse of its :func:`posterior_variance`."""
+    return {name: samples * h.clamp(min=0) + prior_precision for name, h in curvature.items()}
+
+
+def _choose(index: Tensor, rng: np.random.Generator, samples: int) -> Tensor:
+    order = seeding.permutation(rng, len(index))[:samples]
+    return index[order.to(index.device)]
+
+
+def _noise(
+    diagonal: DiagonalCurvature, stacked: State, rngs: Sequence[np.random.Generator], sizes: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """What one draw needs, one row per client, each from the client's own stream."""
+    if diagonal.kind == "fisher":
+        return None
+    if diagonal.kind == "ggn":
+        rows = [seeding.uniform(rng, (size,), dtype) for rng, size in zip(rngs, sizes.tolist(), strict=True)]
+    else:
+        size = sum(stacked[name][0].numel() for name in diagonal.names)
+        rows = [torch.from_numpy(2.0 * rng.integers(0, 2, size) - 1).to(dtype) for rng in rngs]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(sizes.device)
+
+
+def _linear_layers(net: nn.Module, names: Sequence[str]) -> list[str]:
+    """Plain fully connected layers whose parameters are all asked for and belong to no other layer."""
+    owners = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
+    found = []
+    for path, module in net.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        alone = all(f"{path}.{key}" in names and owners[id(p)] == 1 for key, p in own.items())
+        if type(module) is nn.Linear and path and alone:
+            found.append(path)
+    return found

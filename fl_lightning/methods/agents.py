@@ -1,0 +1,237 @@
+"""Federations for an agent of interest: every round weighs the others by how far their updates are from its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.wire import Message, State, weighted_mean
+
+#: Prefix under which the memory holds what the server of each federation has, stacked, shape (agents, ...).
+EACH = "each."
+#: The weights that were used and the distances that were seen, shape (rounds, agents of interest, clients), float64.
+WEIGHTS, DISTANCES = "weights", "distances"
+
+
+class AgentsOfInterest(FederatedModule):
+    """What Weight Erosion and WAFFLEAvg share: a model for one agent ("Alice"), or one for every agent in one run.
+
+    A round trains all clients from the agent's model, measures d_i = ||y_i - y_agent|| over all trainable parameters in
+    float64, and asks :meth:`weigh` for weights. The new model is the weighted mean of the clients' models. A method
+    says how agents are weighed, and with :meth:`may_count` who cannot count any more and need not be trained.
+
+    With ``agent_of_interest="all"`` there is a federation, a model and a vector of weights for every agent. Clients
+    then train all these models, stacked as if they were so many clients: number f N + i of the cohort is client i's
+    training of agent f's model, on the same batches for every f. That equals a run for every agent, and shares the
+    first round, in which all models are still the same. The server's own net then holds the mean of all models.
+
+    An agent whose update is left out of a round (not finite) counts nothing in it; the model of an agent of interest
+    whose own update is left out stays as it is.
+
+    Args:
+        net: the network.
+        agent_of_interest: for whom the model is made: a client's number, or ``all``.
+        weighting: ``uniform``: sample counts play no part.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    #: Entries of the memory that belong to one run: another ``fit`` begins without them.
+    of_the_run: tuple[str, ...] = (WEIGHTS, DISTANCES)
+
+    def __init__(
+        self,
+        net: FedNet,
+        agent_of_interest: int | Literal["all"] = 0,
+        weighting: Literal["uniform"] = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        if weighting != "uniform":
+            raise FederationError(f"{type(self).__name__} weighs clients by distance: leave weighting out.")
+        number = isinstance(agent_of_interest, int) and agent_of_interest >= 0
+        if not number and agent_of_interest != "all":
+            raise FederationError(f"agent_of_interest must be a client's number or all, not {agent_of_interest!r}.")
+        super().__init__(net, weighting=weighting, **kwargs)
+        self.agent_of_interest = agent_of_interest
+        self.everyone = agent_of_interest == "all"
+        if self.everyone and self.server_optimizer is not None:
+            raise FederationError("agent_of_interest=all has a server for every agent: leave server_optimizer out.")
+
+    # ---- what a method says ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:
+        """Aggregation weights of this round, shape (agents of interest, clients), each row summing to 1.
+
+        Args:
+            distances: d_i of every federation, NaN for clients that are left out, same shape, float64.
+            moved: length of the agents' own updates, shape (agents of interest,).
+        """
+
+    def may_count(self, round: int) -> Tensor:
+        """Which clients may have a weight in this or a later round, shape (agents of interest, clients); all."""
+        return torch.ones(len(self.agents), self.federation.num_clients, dtype=torch.bool)
+
+    def combine(self, messages: Sequence[Message], weights: Sequence[float], before: State) -> State:
+        """What the server of one federation holds after a round, of what it held ``before``: the mean model."""
+        return weighted_mean(messages, weights, self.shared_names)
+
+    # ---- numbers --------------------------------------------------------------------------------------------
+
+    @property
+    def agents(self) -> list[int]:
+        """The agents of interest, one for each federation."""
+        if isinstance(self.agent_of_interest, int):
+            return [self.agent_of_interest]
+        return list(range(self.federation.num_clients))
+
+    @property
+    def this_round(self) -> int:
+        """The present round, from 1."""
+        return int(self.trainer.current_epoch) + 1
+
+    def setup(self, stage: str) -> None:
+        """Check that the agent is there, and forget the weights of an earlier run."""
+        super().setup(stage)
+        clients = self.federation.num_clients
+        if not self.everyone and self.agents[0] >= clients:
+            raise FederationError(f"agent_of_interest must be one of 0 to {clients - 1} or all, not {self.agents[0]}.")
+        if stage == "fit":
+            self.memory = {name: value for name, value in self.memory.items() if name not in self.of_the_run}
+
+    def cohort(self, round: int) -> list[int]:
+        """Whoever may count, whatever share the DataModule samples, the agent of interest first."""
+        clients = self.federation.num_clients
+        if self.everyone and not self._apart:
+            return list(range(clients))
+        pairs = [(row, agent, client) for row, agent in enumerate(self.agents) for client in range(clients)]
+        pairs.sort(key=lambda pair: (pair[0], pair[1] != pair[2]))
+        counts = self.may_count(round)
+        return [row * clients + client for row, agent, client in pairs if counts[row, client] or client == agent]
+
+    def client_of(self, number: int) -> int:
+        """The client that a number of the cohort is."""
+        return number % self.federation.num_clients if self.everyone else number
+
+    @property
+    def _apart(self) -> bool:
+        """Whether every agent has a model of its own by now."""
+        return any(name.startswith(EACH) for name in self.memory)
+
+    def _server_of(self, row: int) -> State:
+        """What a federation's own server holds; nothing while it is the same for all."""
+        return {name.removeprefix(EACH): v[row] for name, v in self.memory.items() if name.startswith(EACH)}
+
+    def _holder(self, number: int) -> int:
+        """Under which number a client's private entries are: what it kept of the first round serves all federations."""
+        return number if number in self.snapshots else self.client_of(number)
+
+    # ---- a round --------------------------------------------------------------------------------------------
+
+    def message_down(self, client: int) -> State:
+        """The model of the number's federation."""
+        sent = super().message_down(client)
+        own = self._server_of(client // self.federation.num_clients if self.everyone else 0)
+        return {name: own.get(name, value) for name, value in sent.items()}
+
+    def begin(self, client: int, message: State) -> State:
+        """As the method does, with what the client kept."""
+        return super().begin(self._holder(client), message)
+
+    def aggregate(self, messages: list[Message]) -> State:
+        """Weigh the clients of every federation and combine their models."""
+        clients = self.federation.num_clients
+        rows = range(len(self.agents))
+        sent = [self._messages_to(row, messages) for row in rows]
+        before = [self.server_state() | self.message_down(row * clients) | self._server_of(row) for row in rows]
+        measured = [self._measure(*one) for one in zip(self.agents, sent, before, strict=True)]
+        distances, moved = torch.stack([d for d, _ in measured]), torch.stack([m for _, m in measured])
+        weights = self.weigh(distances, moved)
+        weights = weights.where(distances.isfinite(), 0.0)
+        weights /= weights.sum(1, keepdim=True)
+        after = [self._after(*one) for one in zip(self.agents, sent, weights, before, strict=True)]
+        self._note(WEIGHTS, weights)
+        self._note(DISTANCES, distances)
+        if not self.everyone:
+            return after[0]
+        each = {name: torch.stack([state[name] for state in after]) for name in after[0]}
+        self.memory |= {EACH + name: value for name, value in each.items()}
+        return {n: v.double().mean(0).to(v) if v.is_floating_point() else v.amax(0) for n, v in each.items()}
+
+    def _messages_to(self, row: int, messages: list[Message]) -> list[Message]:
+        """What clients sent to one federation, under their own numbers."""
+        clients = self.federation.num_clients
+        own = [m for m in messages if not self._apart or m.client // clients == row]
+        return [Message(self.client_of(m.client), m.tensors, m.samples, m.loss) for m in own]
+
+    def _measure(self, agent: int, messages: list[Message], before: State) -> tuple[Tensor, Tensor]:
+        """Distance of every client's update from the agent's, NaN if there is none, and the length of the latter."""
+        squares = torch.full((self.federation.num_clients,), torch.nan, dtype=torch.float64)
+        sent = {message.client: message.tensors for message in messages}
+        if agent not in sent:
+            return squares, torch.tensor(torch.nan, dtype=torch.float64)
+        clients, length = list(sent), torch.zeros((), dtype=torch.float64)
+        squares[clients] = 0.0
+        for name in self.trainable_names:
+            own = sent[agent][name].double()
+            length += (own - before[name].double()).pow(2).sum().cpu()
+            squares[clients] += torch.stack([(sent[c][name].double() - own).pow(2).sum() for c in clients]).cpu()
+        return squares.sqrt(), length.sqrt()
+
+    def _after(self, agent: int, messages: list[Message], weights: Tensor, before: State) -> State:
+        if all(message.client != agent for message in messages):
+            return {name: value.clone() for name, value in before.items() if name not in self.private_names}
+        return self.combine(messages, [float(weights[message.client]) for message in messages], before)
+
+    def _note(self, name: str, values: Tensor) -> None:
+        """Add this round's row to a history."""
+        earlier = [self.memory[name]] if name in self.memory else []
+        self.memory[name] = torch.cat([*earlier, values[None].to(self.device)])
+
+    # ---- what is known afterwards ---------------------------------------------------------------------------
+
+    def personal_state(self, client: int) -> State:
+        """With ``all`` the client's own model, else the one of the agent of interest for everybody."""
+        own = self._server_of(client) if self.everyone else {}
+        clients = self.weight_history().shape[-1]
+        kept = self.snapshots[self._holder(client * clients + client) if own else client].private
+        return {name: kept.get(name, own.get(name, value)) for name, value in self.server_state().items()}
+
+    def model_key(self, client: int) -> int:
+        """With ``all`` every client has a model of its own."""
+        return client if self.private_names or (self.everyone and self._apart) else -1
+
+    def weight_history(self) -> Tensor:
+        """The weights used in every round so far, shape (rounds, agents of interest, clients)."""
+        return self.memory.get(WEIGHTS, torch.zeros(0, 0, 0, dtype=torch.float64))
+
+    def distance_history(self) -> Tensor:
+        """The distances d_i of every round so far, NaN for clients that did not train, same shape."""
+        return self.memory.get(DISTANCES, torch.zeros(0, 0, 0, dtype=torch.float64))
+
+
+def one_hot(clients: int, agent: int) -> Tensor:
+    """All weight on the agent of interest, shape (clients,)."""
+    return torch.nn.functional.one_hot(torch.tensor(agent), clients).double()
+
+
+def local_since(weights: Tensor, agent: int) -> int | None:
+    """The round, from 1, from which on the agent of interest trained alone; None if it still does not.
+
+    Args:
+        weights: its federation's weights, shape (rounds, clients).
+        agent: the agent.
+
+    Example:
+        >>> local_since(torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.9, 0.1], [1.0, 0.0], [1.0, 0.0]]), 0)
+        4
+    """
+    mixed = torch.nonzero(~(weights[:, agent] >= 1)).flatten()
+    since = int(mixed[-1]) + 2 if len(mixed) else 1
+    return since if since <= len(weights) else None

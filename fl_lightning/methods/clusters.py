@@ -1,0 +1,164 @@
+"""Clusters of clients: the one mechanism of FeSEM, IFCA, FedGroup and FedCluster."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_lightning import seeding
+from fl_lightning.engine import entries
+from fl_lightning.errors import FederationError
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.wire import Message, State, message_weights, weighted_mean
+
+
+class ClusteredModule(FederatedModule, ABC):
+    """A federation whose clients belong to clusters.
+
+    Args:
+        net: the network.
+        clusters: number of clusters Q.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    def __init__(self, net: FedNet, clusters: int, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+        if clusters < 1:
+            raise FederationError(f"clusters must be 1 or more, not {clusters}.")
+        self.clusters = clusters
+
+    @abstractmethod
+    def cluster_of(self, client: int) -> int:
+        """The cluster of a client, from 0, also if it never trained."""
+
+    def assignment(self) -> list[int]:
+        """The cluster of every client."""
+        clients = range(self.federation.num_clients)
+        self.prepare_evaluation(clients)
+        return [self.cluster_of(client) for client in clients]
+
+
+class ClusterModels(ClusteredModule):
+    """A model for each cluster; inside a cluster FedAvg.
+
+    The first cluster's model is the net, so that with one cluster nothing differs from FedAvg. The server's optimizer
+    steps all of them; the model of a cluster from which nothing came stays as it is. Entries of model q are called
+    ``q.name`` where those of several models meet.
+
+    Args:
+        net: the network.
+        clusters: number of clusters Q.
+        independent: draw the weights of every model for itself; else all begin as the net.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    def __init__(self, net: FedNet, clusters: int, independent: bool, **kwargs: Any) -> None:
+        super().__init__(net, clusters, **kwargs)
+        streams = [seeding.stream(self.seed, "init", client=q) for q in range(1, clusters)]
+        made = (redrawn(self.net, rng) if independent else copy.deepcopy(self.net) for rng in streams)
+        self.others = nn.ModuleList(made)
+
+    @property
+    def server(self) -> nn.Module:
+        """The models of all clusters."""
+        return nn.ModuleList([self.net, *self.others])
+
+    def model_state(self, cluster: int) -> State:
+        """All entries of a cluster's model by name."""
+        net = self.net if cluster == 0 else self.others[cluster - 1]
+        return {name: value.detach() for name, value in entries(net).items()}
+
+    def cluster_sent(self, client: int) -> int:
+        """The cluster whose model a client is sent to train."""
+        return self.cluster_of(client)
+
+    def cluster_sending(self, message: Message) -> int:
+        """The cluster that a message belongs to."""
+        return self.cluster_of(message.client)
+
+    def message_down(self, client: int) -> State:
+        """The model of the client's cluster."""
+        state = self.model_state(self.cluster_sent(client))
+        return {name: state[name] for name in self.shared_names if self._sends(name)}
+
+    def aggregate(self, messages: list[Message]) -> State:
+        """The mean of every cluster from which something came."""
+        members: dict[int, list[Message]] = {}
+        for message in messages:
+            members.setdefault(self.cluster_sending(message), []).append(message)
+        return self.cluster_means(members)
+
+    def cluster_means(self, members: dict[int, list[Message]]) -> State:
+        """The weighted mean of each cluster's messages, as entries of :attr:`server`."""
+        target: State = {}
+        for cluster, own in sorted(members.items()):
+            mean = weighted_mean(own, message_weights(own, self.weighting), self.shared_names)
+            target |= {f"{cluster}.{name}": value for name, value in mean.items()}
+        return target
+
+    def personal_state(self, client: int) -> State:
+        """The model of the client's cluster."""
+        return {**self.model_state(self.cluster_of(client)), **self.snapshots[client].private}
+
+    def model_key(self, client: int) -> int:
+        """Clients of a cluster share its model."""
+        return client if self.private_names else self.cluster_of(client)
+
+    def global_models(self) -> Sequence[tuple[float, State]]:
+        """Every cluster's model, with the share of the clients that belong to it."""
+        if self.private_names:
+            return []
+        sizes = Counter(self.assignment())
+        return [(size / sizes.total(), self.model_state(cluster)) for cluster, size in sorted(sizes.items())]
+
+
+def balanced(rng: np.random.Generator, clients: int, clusters: int) -> list[int]:
+    """A random cluster for every client; sizes differ by one at most.
+
+    Example:
+        >>> sorted(balanced(np.random.default_rng(0), 5, 2))
+        [0, 0, 0, 1, 1]
+    """
+    drawn: list[int] = (rng.permutation(clients) % clusters).tolist()
+    return drawn
+
+
+def redrawn(net: nn.Module, rng: np.random.Generator) -> nn.Module:
+    """A copy of a net with weights drawn anew, each layer as PyTorch draws it.
+
+    Raises:
+        FederationError: if no layer knows how to.
+    """
+    made = copy.deepcopy(net)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng.integers(2**63)))
+        for module in reversed(list(made.modules())):  # a net that draws its weights itself comes after its layers
+            for name in ("reset_parameters", "_reset_parameters"):
+                if callable(reset := getattr(module, name, None)):
+                    reset()
+                    break
+    if all(torch.equal(new, old) for new, old in zip(made.parameters(), net.parameters(), strict=True)):
+        raise FederationError(
+            f"{type(net).__name__} cannot draw its weights anew, so all clusters would begin alike: give it, or its "
+            "layers, a method reset_parameters()."
+        )
+    return made
+
+
+def squared_distances(models: Sequence[State], centres: Sequence[State], names: Sequence[str]) -> torch.Tensor:
+    """Squared Euclidean distances between models and centres over the named entries, in float64, shape (K, Q)."""
+    total = torch.zeros(len(models), len(centres), dtype=torch.float64)
+    for name in names:
+        points = [centre[name].double() for centre in centres]
+        for k, model in enumerate(models):
+            own = model[name].to(points[0])
+            total[k] += torch.stack([(own - point).square().sum() for point in points]).cpu()
+    return total

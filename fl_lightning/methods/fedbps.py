@@ -1,0 +1,222 @@
+"""FedBPS: the weights of which clients are least certain, or agree least, stay with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.errors import FederationError
+from fl_lightning.laplace import CurvatureKind, DiagonalCurvature, client_curvature, posterior_variance, precision
+from fl_lightning.methods.factorized import choice
+from fl_lightning.methods.held_out import best_on_held_out
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.wire import Message, State, message_weights, pack_bits, unpack_bits, weighted_mean
+
+#: Prefixes of a client's variances and of its own model, and the name of the packed mask.
+VARIANCE, OWN, MASK = "variance.", "own.", "mask"
+
+
+class FedBPS(FederatedModule):
+    """Every client keeps the share p of the parameters whose variance over clients is largest.
+
+    After its local training a client estimates the variance v_i of each of its weights by a diagonal Laplace
+    approximation, v_i = 1 / (n_i h + delta) with h the mean curvature of its samples' losses. The server averages the
+    models and matches the moments of the mixture of the clients' Gaussians,
+
+        w_g = sum_i p_i w_i,    v_g = sum_i p_i v_i + sum_i p_i (w_i - w_g)^2,
+
+    and marks the round(p P) parameters with the largest v_g, ties by their order, in a mask M. A client goes on from
+    w_i M + w_g (1 - M), with which it is also evaluated; one that never trained has w_g. M is made anew in every round,
+    so that a parameter may come back. Buffers are averaged.
+
+    With ``p: auto`` the run begins with short trials on clients' training data, a part of which is held out to score
+    them, and goes on, from the beginning, with the p that did best; no test sample is looked at.
+
+    Args:
+        net: the network.
+        p: share of the parameters that is personal, 0 (FedAvg) to 1 (Local), or ``auto``.
+        ranking: rank all parameters together (``global``), or those of every tensor (``per_tensor``).
+        reading: the variance is the inverse of the curvature (``inverse``), as the paper's Eq. 2 has it, or the
+            curvature itself, as its Algorithm 1 is printed (``literal``).
+        curvature: ``fisher``, ``ggn`` or ``hessian``; see :class:`~fl_lightning.laplace.DiagonalCurvature`.
+        prior_precision: delta, the inverse of the largest variance.
+        laplace_samples: how many of its samples a client uses at most.
+        laplace_draws: how often ``ggn`` draws labels and ``hessian`` signs.
+        chunk_size: samples that are differentiated at once; it bounds the memory.
+        auto_values: what ``p: auto`` chooses from.
+        auto_rounds: rounds of each trial.
+        auto_share: part of every client's training samples that is held out in the trials, unless the data holds some
+            out anyway.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    mask: Tensor
+    chosen: Tensor
+
+    def __init__(
+        self,
+        net: FedNet,
+        p: float | Literal["auto"] = 0.7,
+        ranking: Literal["global", "per_tensor"] = "global",
+        reading: Literal["inverse", "literal"] = "inverse",
+        curvature: CurvatureKind = "fisher",
+        prior_precision: float = 1.0,
+        laplace_samples: int = 1024,
+        laplace_draws: int = 1,
+        chunk_size: int = 128,
+        auto_values: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9),
+        auto_rounds: int = 10,
+        auto_share: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, **kwargs)
+        for share in auto_values if p == "auto" else (p,):
+            if not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise FederationError(f"p must lie between 0 and 1, or be auto, not {share!r}.")
+        if not auto_values or auto_rounds < 1 or not 0 < auto_share < 1:
+            raise FederationError("p: auto needs auto_values, auto_rounds of 1 or more and auto_share between 0 and 1.")
+        if not prior_precision > 0:
+            raise FederationError(f"prior_precision must be greater than 0, not {prior_precision}.")
+        counts = {"laplace_samples": laplace_samples, "laplace_draws": laplace_draws, "chunk_size": chunk_size}
+        for name, value in counts.items():
+            if value < 1:
+                raise FederationError(f"{name} must be 1 or more, not {value}.")
+        self.ranking = choice("ranking", ranking, ("global", "per_tensor"))
+        self.reading = choice("reading", reading, ("inverse", "literal"))
+        self.curvature: CurvatureKind = choice("curvature", curvature, ("fisher", "ggn", "hessian"))
+        self.given_p = p
+        self.prior_precision, self.chunk_size = prior_precision, chunk_size
+        self.laplace_samples, self.laplace_draws = laplace_samples, laplace_draws
+        self.auto_values, self.auto_rounds, self.auto_share = tuple(auto_values), auto_rounds, auto_share
+        self.sizes = {name: p.numel() for name, p in self.net.named_parameters() if p.requires_grad}
+        self.register_buffer("mask", pack_bits(torch.zeros(sum(self.sizes.values()), dtype=torch.bool)))
+        self.register_buffer("chosen", torch.tensor(-1))  # which of auto_values; -1 before the trials
+        self._metrics: dict[str, float] = {}
+
+    # ---- the proportion -------------------------------------------------------------------------------------
+
+    @property
+    def p(self) -> float:
+        """The share of personal parameters, given or chosen."""
+        if self.given_p != "auto":
+            return self.given_p
+        if int(self.chosen) < 0:
+            raise FederationError("p is chosen when the run begins: it is not known before.")
+        return self.auto_values[int(self.chosen)]
+
+    def on_fit_start(self) -> None:
+        """Choose p, if it is to be chosen and was not yet."""
+        super().on_fit_start()
+        if self.given_p == "auto" and int(self.chosen) < 0:
+            self.chosen.fill_(best_on_held_out(self, "p", self.auto_values, self.auto_rounds, self.auto_share))
+
+    # ---- the client -----------------------------------------------------------------------------------------
+
+    def message_down(self, client: int) -> State:
+        """The server's model and the mask, a bit for each parameter."""
+        return super().message_down(client) | {MASK: self.mask}
+
+    def begin(self, client: int, message: State) -> State:
+        """The client's own weights where the mask says so, else the server's."""
+        state = super().begin(client, message)
+        own = {name: state.pop(OWN + name) for name in self.sizes if OWN + name in state}
+        return state | self._mixed(state, own, state.pop(MASK))
+
+    def after_training(self, states: Mapping[int, State], round: int) -> None:
+        """Estimate every client's variances at its trained weights."""
+        diagonal = DiagonalCurvature(self.net, list(self.sizes), self.loss, self.curvature)
+        rngs = {client: seeding.stream(self.seed, "laplace", round, client) for client in states}
+        settings = (self.laplace_samples, self.chunk_size, self.laplace_draws)
+        found = client_curvature(diagonal, self.federation, states, rngs, self.compute_dtype, *settings)
+        sigma = posterior_variance if self.reading == "inverse" else precision
+        for client, curvature in found.items():
+            samples = len(self.federation.train[client])
+            variance = sigma(curvature, samples, self.prior_precision)
+            states[client].update({VARIANCE + name: value for name, value in variance.items()})
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        """Model and variances go up; the model also stays."""
+        sent, kept = super().finish(client, state, message)
+        sent |= {VARIANCE + name: state[VARIANCE + name] for name in self.sizes}
+        return sent, kept | {OWN + name: state[name] for name in self.sizes}
+
+    def personal_state(self, client: int) -> State:
+        """The client's own weights where the mask says so, else the server's."""
+        state = super().personal_state(client)
+        own = {name: state.pop(OWN + name) for name in self.sizes if OWN + name in state}
+        return state | self._mixed(state, own, self.mask)
+
+    def model_key(self, client: int) -> int:
+        """Clients that never trained share the server's model."""
+        return client if client in self.snapshots else super().model_key(client)
+
+    def _mixed(self, state: State, own: State, mask: Tensor) -> State:
+        personal = self._by_name(unpack_bits(mask, sum(self.sizes.values())))
+        return {name: torch.where(personal[name].view_as(w), w, state[name]) for name, w in own.items()}
+
+    # ---- the server -----------------------------------------------------------------------------------------
+
+    def aggregate(self, messages: list[Message]) -> State:
+        """The mean model; the mask follows from the matched moments."""
+        weights = message_weights(messages, self.weighting)
+        mean = weighted_mean(messages, weights, self.shared_names)
+        within, between = self.moments(messages, weights)
+        personal = self.select(within + between)
+        self.mask.copy_(pack_bits(personal))
+        self._metrics = self._shares(personal)
+        self._metrics["variance/between_over_within"] = float(between.sum() / within.sum())
+        return mean
+
+    def moments(self, messages: list[Message], weights: list[float]) -> tuple[Tensor, Tensor]:
+        """Both terms of v_g: the clients' mean variance and the variance of their means, float64, shape (P,)."""
+        means = [self._flat(message.tensors) for message in messages]
+        mean = sum(weight * own for weight, own in zip(weights, means, strict=True))
+        pairs = list(zip(weights, messages, means, strict=True))
+        within = sum(weight * self._flat(message.tensors, VARIANCE) for weight, message, _ in pairs)
+        between = sum(weight * (own - mean).square() for weight, _, own in pairs)
+        assert isinstance(within, Tensor)
+        assert isinstance(between, Tensor)
+        return within, between
+
+    def select(self, variance: Tensor) -> Tensor:
+        """The mask: the round(p P) largest variances, of all parameters or of every tensor; bool, shape (P,)."""
+        if self.ranking == "global":
+            return largest(variance, round(self.p * len(variance)))
+        parts = self._by_name(variance).values()
+        return torch.cat([largest(part, round(self.p * len(part))) for part in parts])
+
+    def round_metrics(self) -> dict[str, float]:
+        """Share of personal parameters by layer, and how the two terms of the variance compare."""
+        return self._metrics
+
+    def _shares(self, personal: Tensor) -> dict[str, float]:
+        counts: dict[str, list[int]] = {}
+        for name, part in self._by_name(personal).items():
+            layer = counts.setdefault(name.rpartition(".")[0] or name, [0, 0])
+            layer[0] += int(part.sum())
+            layer[1] += len(part)
+        shares = {f"personal/{layer}": marked / size for layer, (marked, size) in counts.items()}
+        return {"personal/all": float(personal.double().mean()), **shares}
+
+    def _flat(self, tensors: State, prefix: str = "") -> Tensor:
+        return torch.cat([tensors[prefix + name].flatten() for name in self.sizes]).double()
+
+    def _by_name(self, flat: Tensor) -> State:
+        return dict(zip(self.sizes, torch.split(flat, list(self.sizes.values())), strict=True))
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """A mask of exactly ``count`` entries, the largest; of equal ones those that come first.
+
+    Example:
+        >>> largest(torch.tensor([1.0, 3.0, 3.0, 3.0]), 2).tolist()
+        [False, True, True, False]
+    """
+    mask = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    mask[values.argsort(descending=True, stable=True)[:count]] = True
+    return mask

@@ -1,0 +1,109 @@
+"""FeSEM (Xie et al., 2020, "Multi-Center Federated Learning"): clients go to the centre nearest to their weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.errors import FederationError
+from fl_lightning.methods.clusters import ClusterModels, balanced, squared_distances
+from fl_lightning.methods.factorized import choice
+from fl_lightning.nets import FedNet
+from fl_lightning.wire import Message, State
+
+Centres = Literal["independent", "same"]
+
+
+class FeSEM(ClusterModels):
+    """K-means on the clients' weights, one step of it after every round.
+
+    The server keeps the last model w_k that each client sent. After a round every client with a known w_k goes to the
+    nearest centre (E-step), over all trainable parameters and no buffers, and each centre becomes the mean of its
+    members' w_k, all counted the same (M-step), buffers included. A client as near to its own centre as to another
+    stays, and a centre without members stays as it is. The sum of squared distances to the centres increases in neither
+    step. Clients then train from their centre.
+
+    First assignments are a balanced random draw, as distances to random initial weights mean nothing. A client that
+    never trained is evaluated with the centre that has most members.
+
+    Args:
+        net: the network.
+        clusters: number of centres Q; with one, and all clients in every round, this is FedAvg with uniform weights.
+        centres: weights of the centres at first: drawn for each of them (``independent``), as the method has it, or the
+            ``same``. Independent ones lie so far apart that clients hardly ever leave the one they were dealt to.
+        weighting: ``uniform``.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    def __init__(
+        self,
+        net: FedNet,
+        clusters: int = 4,
+        centres: Centres = "independent",
+        weighting: Literal["uniform"] = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        choice("centres", centres, ("independent", "same"))
+        if weighting != "uniform":
+            raise FederationError("FeSEM counts all members of a cluster the same: leave weighting out.")
+        super().__init__(net, clusters, independent=centres == "independent", weighting=weighting, **kwargs)
+        self.known: dict[int, State] = {}
+        self.labels: dict[int, int] = {}
+
+    def cluster_of(self, client: int) -> int:
+        """The client's own cluster, else the one with most members."""
+        if client in self.labels or not self.labels:
+            return self.labels.get(client, 0)
+        sizes = Counter(self.labels.values())
+        return max(sorted(sizes), key=lambda cluster: sizes[cluster])
+
+    def cluster_sent(self, client: int) -> int:
+        """The client's own cluster; before its first round the one that was drawn for it."""
+        if client in self.labels:
+            return self.labels[client]
+        rng = seeding.stream(self.seed, "clusters")
+        return balanced(rng, self.federation.num_clients, self.clusters)[client]
+
+    def aggregate(self, messages: list[Message]) -> State:
+        """One E-step and one M-step over all clients with a known model."""
+        self.known |= {m.client: {name: v.clone() for name, v in m.tensors.items()} for m in messages}
+        self.labels = self.nearest()
+        members: dict[int, list[Message]] = {}
+        for client, cluster in self.labels.items():
+            members.setdefault(cluster, []).append(Message(client, self.known[client], 1))
+        return self.cluster_means(members)
+
+    def nearest(self) -> dict[int, int]:
+        """The E-step: the nearest centre of every client with a known model."""
+        clients, centres = sorted(self.known), [self.model_state(q) for q in range(self.clusters)]
+        names = [name for name in self.trainable_names if name in self.shared_names]
+        distances = squared_distances([self.known[c] for c in clients], centres, names)
+        current = torch.tensor([self.cluster_sent(client) for client in clients])
+        return dict(zip(clients, assign(distances, current).tolist(), strict=True))
+
+    def server_extras(self) -> dict[str, Any]:
+        """The clients' last models and clusters."""
+        return {"known": {c: dict(state) for c, state in self.known.items()}, "labels": dict(self.labels)}
+
+    def load_server_extras(self, extras: dict[str, Any]) -> None:
+        """Bring them back."""
+        self.known, self.labels = dict(extras["known"]), dict(extras["labels"])
+
+
+def assign(distances: Tensor, current: Tensor) -> Tensor:
+    """The nearest centre of every client; one that is as near to its current centre stays.
+
+    Args:
+        distances: shape (K, Q).
+        current: centres so far, shape (K,).
+
+    Example:
+        >>> assign(torch.tensor([[1.0, 1.0, 2.0], [3.0, 0.5, 0.5]]), torch.tensor([1, 0]))
+        tensor([1, 1])
+    """
+    least, nearest = distances.min(1)
+    return torch.where(distances.gather(1, current[:, None])[:, 0] <= least, current, nearest)

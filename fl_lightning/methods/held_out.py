@@ -1,0 +1,88 @@
+"""Choosing an option of a method on samples that are held out of clients' training data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from fl_lightning import seeding
+from fl_lightning.federation import ClientIndex, Federation
+from fl_lightning.module import FederatedModule
+
+
+def best_on_held_out(
+    method: FederatedModule, option: str, values: Sequence[Any], rounds: int, share: float = 0.1
+) -> int:
+    """Run a method with every value of an option for a few rounds and see which does best on held-out samples.
+
+    Trials start from the method's present weights and have its seed, and leave both as they are. Each client is scored
+    on samples of its own that no trial trains on: those that the data holds out for validation, else a part of its
+    training samples. Test samples are not looked at.
+
+    Args:
+        method: the method, attached to a Trainer.
+        option: name of a constructor argument.
+        values: what to try.
+        rounds: rounds of each trial.
+        share: part of every client's training samples to hold out if the data holds out none.
+
+    Returns:
+        The position of the value with the best mean accuracy over clients; the first of equal ones.
+    """
+    scores = []
+    for value in values:
+        trial = _again(method, {option: value})
+        data = copy.copy(method.datamodule)
+        data.__dict__.pop("fingerprint", None)
+        data.federation = held_out(method.federation, share, method.seed)
+        _trainer(method, rounds).fit(trial, datamodule=data)
+        scores.append(float(trial.evaluator.scores["val"].nanmean()))
+    best = max(range(len(values)), key=lambda i: (scores[i], -i))
+    tried = ", ".join(f"{value} {100 * score:.2f}" for value, score in zip(values, scores, strict=True))
+    rank_zero_info(f"Chose {option} = {values[best]} by accuracy on held-out samples after {rounds} rounds ({tried}).")
+    return best
+
+
+def held_out(federation: Federation, share: float, seed: int) -> Federation:
+    """The federation with a part of every client's training samples moved to ``val``, at least one and never all."""
+    if federation.val is not None:
+        return federation
+    train, val = [], []
+    for client, index in enumerate(federation.train):
+        order = seeding.permutation(seeding.stream(seed, "held out", 0, client), len(index))
+        count = min(max(1, round(share * len(index))), len(index) - 1)
+        own = index.cpu()[order]
+        val.append(own[:count].sort().values)
+        train.append(own[count:].sort().values)
+    device = federation.device
+    return replace(federation, train=ClientIndex.of(train).to(device), val=ClientIndex.of(val).to(device))
+
+
+def _again(method: FederatedModule, changes: dict[str, Any]) -> FederatedModule:
+    """The method as it was made, with some arguments changed and a copy of its net."""
+    made = {**method.hparams, "net": copy.deepcopy(method.net), "server_optimizer": method.server_optimizer}
+    return type(method)(**{**made, **changes})
+
+
+def _trainer(method: FederatedModule, rounds: int) -> Trainer:
+    """A silent Trainer on the method's device; clients are scored after the last round alone."""
+    outer = method.trainer
+    device = method.device
+    return Trainer(
+        max_epochs=rounds,
+        accelerator=device.type,
+        devices=1 if device.index is None else [device.index],
+        precision=outer.precision,
+        fast_dev_run=bool(outer.fast_dev_run),  # type: ignore[attr-defined]
+        check_val_every_n_epoch=rounds,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )

@@ -1,0 +1,66 @@
+"""Weight Erosion (Grimberg et al., 2020): agents lose weight with every round in which they differ from Alice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+from fl_lightning.methods.agents import AgentsOfInterest
+from fl_lightning.nets import FedNet
+
+#: What is left of the weights, shape (agents of interest, clients), float64.
+LEFT = "erosion.left"
+#: Below this an update has no length to measure distances by.
+TINY = 1e-12
+
+
+class WeightErosion(AgentsOfInterest):
+    """FedAvg for one agent: the others' weights wear away, the faster the less their updates are like the agent's.
+
+    All weights start at 1. In round r = 1, 2, ... agent i with n_i samples is at the relative distance
+
+        d_i = ||g_i - g_agent|| / ||g_agent||,    g_i = -dy_i / lr,
+
+    and loses p_d (1 + p_s floor((r - 1) B / n_i)) d_i of its weight, which never falls below 0; B is the batch size.
+    The model moves by the weighted mean of all updates. A weight that is gone stays gone, so such agents are not
+    trained any more.
+
+    Args:
+        net: the network.
+        distance_penalty: p_d; None means 0.1 / N.
+        size_penalty: p_s, what agents with little data lose beyond that once their samples have been seen.
+        kwargs: see :class:`~fl_lightning.methods.agents.AgentsOfInterest` (``agent_of_interest``) and
+            :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    of_the_run = (*AgentsOfInterest.of_the_run, LEFT)
+
+    def __init__(
+        self, net: FedNet, distance_penalty: float | None = None, size_penalty: float = 2.0, **kwargs: Any
+    ) -> None:
+        super().__init__(net, **kwargs)
+        for name, value in (("distance_penalty", distance_penalty), ("size_penalty", size_penalty)):
+            if value is not None and not value >= 0:
+                raise FederationError(f"{name} must be 0 or more, not {value}.")
+        self.distance_penalty, self.size_penalty = distance_penalty, size_penalty
+
+    def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:
+        """Let the weights wear away and normalise what is left; clients that were left out lose nothing."""
+        clients = self.federation.num_clients
+        penalty = 0.1 / clients if self.distance_penalty is None else self.distance_penalty
+        passes = (self.this_round - 1) * self.local.batch_size // self.federation.train.sizes.cpu()
+        relative = (distances / moved[:, None].clamp_min(TINY)).nan_to_num(0.0)
+        left = (self._left() - penalty * (1 + self.size_penalty * passes) * relative).clamp_min(0.0)
+        self.memory[LEFT] = left.to(self.device)
+        return left / left.sum(1, keepdim=True)
+
+    def may_count(self, round: int) -> Tensor:
+        """Clients that have weight left."""
+        return self._left() > 0
+
+    def _left(self) -> Tensor:
+        whole = torch.ones(len(self.agents), self.federation.num_clients, dtype=torch.float64)
+        return self.memory.get(LEFT, whole).cpu()

@@ -1,0 +1,158 @@
+"""Pictures that the dashboard, the report and the documentation share: for every eye, and for print.
+
+Every function returns a matplotlib ``Figure``; who calls it decides where it goes. matplotlib is imported when a
+picture is drawn, so that nothing else waits for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Okabe and Ito's colours, told apart by everyone; black last.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+#: Colours with line styles, so that lines are told apart in a black and white print too.
+STYLES = tuple(zip(COLOURS, ("-", "--", "-.", ":", "-", "--", "-."), strict=True))
+Values = NDArray[np.float64]
+
+
+def canvas(width: float = 7.0, height: float = 3.6) -> Figure:
+    """An empty figure that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def lines(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x: str,
+    y: str,
+    title: str = "",
+    scale: float = 1.0,
+    looks: Mapping[str, tuple[int, int]] | None = None,
+) -> Figure:
+    """One line per name.
+
+    Args:
+        curves: places and values by name, such as rounds and accuracies by method.
+        x: what the places are.
+        y: what the values are.
+        title: title of the picture.
+        scale: values are multiplied by it, 100 for percent.
+        looks: numbers of a line's colour and of its style by name; by default each line has its own.
+    """
+    figure = canvas(6.0, 3.4 + 0.12 * len(curves))
+    axes = figure.subplots()
+    for number, (name, (places, values)) in enumerate(curves.items()):
+        colour_number, style_number = looks[name] if looks else (number, number)
+        colour, style = COLOURS[colour_number % len(COLOURS)], STYLES[style_number % len(STYLES)][1]
+        marker = "o" if len(places) == 1 else None
+        height = scale * np.asarray(values, dtype=np.float64)
+        axes.plot(places, height, color=colour, linestyle=style, marker=marker, label=name)
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(curves) > 1:
+        figure.legend(loc="outside lower center", ncols=2 if len(curves) > 3 else len(curves), frameon=False)
+    return figure
+
+
+def heat_map(rounds: Sequence[int], accuracy: Values, title: str = "") -> Figure:
+    """Accuracy of every client by round: clients that stay behind are dark rows.
+
+    Args:
+        rounds: the rounds, in order.
+        accuracy: fractions, shape (rounds, clients); NaN is left white.
+        title: title of the picture.
+    """
+    figure = canvas(6.0, 4.0)
+    axes = figure.subplots()
+    clients = accuracy.shape[1]
+    edges = np.append(np.asarray(rounds, dtype=np.float64), rounds[-1] + (rounds[-1] - rounds[-2] if rounds[1:] else 1))
+    mesh = axes.pcolormesh(
+        edges, np.arange(clients + 1) - 0.5, 100 * accuracy.T, cmap="cividis", vmin=0, vmax=100, rasterized=True
+    )
+    axes.set(xlabel="round", ylabel="client", title=title)
+    axes.locator_params(axis="y", integer=True)
+    figure.colorbar(mesh, ax=axes, label="accuracy on own samples (%)")
+    return figure
+
+
+def distribution(runs: Mapping[str, tuple[Values, Sequence[Any]]], title: str = "") -> Figure:
+    """How many clients end with which accuracy, one panel per run, groups on top of each other.
+
+    Args:
+        runs: by name the clients' accuracies as fractions, shape (clients,), and their groups, or an empty list.
+        title: below the last panel.
+    """
+    figure = canvas(7.0, 0.7 + 1.7 * len(runs))
+    panels = np.atleast_1d(figure.subplots(len(runs), 1, sharex=True, sharey=True))
+    for axes, (name, (accuracy, groups)) in zip(panels, runs.items(), strict=True):
+        labels = list(groups) if len(groups) == len(accuracy) else ["clients"] * len(accuracy)
+        kinds = sorted(set(labels), key=lambda kind: (-labels.count(kind), str(kind)))[: len(COLOURS)]
+        parts = [100 * accuracy[[label == kind for label in labels]] for kind in kinds]
+        names = [f"{kind} ({len(part)})" for kind, part in zip(kinds, parts, strict=True)]
+        # Edges in the background's colour keep stacked bars apart in print.
+        bars = {"stacked": True, "edgecolor": "white", "linewidth": 0.5}
+        axes.hist(parts, bins=np.linspace(0, 100, 41).tolist(), color=COLOURS[: len(kinds)], label=names, **bars)
+        mean = 100 * float(np.nanmean(accuracy))
+        axes.axvline(mean, color="black", linestyle="--", linewidth=1, label=f"mean {mean:.1f}")
+        axes.set_title(shorten(name, 80), fontsize="medium", loc="left")
+        axes.set(ylabel="clients", xlim=(0, 100))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize="small", loc="upper left")
+    panels[-1].set_xlabel(f"accuracy on own samples (%){': ' if title else ''}{title}")
+    return figure
+
+
+def scatter(points: Values, labels: Sequence[Any], title: str, names: Sequence[str] = ()) -> Figure:
+    """Points in the plane, coloured and marked by label.
+
+    Args:
+        points: shape (n, 2).
+        labels: one per point.
+        title: title of the picture.
+        names: text beside every point, if any.
+    """
+    figure = canvas(5.6, 4.4)
+    axes = figure.subplots()
+    kinds = sorted(set(labels), key=lambda kind: (isinstance(kind, str), kind))
+    for number, kind in enumerate(kinds):
+        chosen = np.array([label == kind for label in labels])
+        colour, marker = COLOURS[number % len(COLOURS)], "osD^vP*"[number % 7]
+        axes.scatter(points[chosen, 0], points[chosen, 1], label=str(kind), color=colour, marker=marker)
+    for place, name in zip(points, names, strict=False):
+        axes.annotate(name, tuple(place), xytext=(3, 3), textcoords="offset points", fontsize="x-small")
+    axes.set(title=title, xticks=[], yticks=[])
+    if 1 < len(kinds) <= 20:
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def pixels(figure: Figure) -> NDArray[np.uint8]:
+    """The figure as an image, shape (height, width, 3)."""
+    canvas_of: Any = figure.canvas
+    canvas_of.draw()
+    return np.asarray(canvas_of.buffer_rgba())[..., :3].copy()
+
+
+def embedded(figure: Figure) -> str:
+    """The figure as a ``data:`` address of an SVG, for pages that must need nothing else."""
+    from matplotlib import rc_context
+
+    file = io.BytesIO()
+    with rc_context({"svg.hashsalt": "fl_lightning"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"

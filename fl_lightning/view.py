@@ -1,0 +1,119 @@
+"""One view of progress for all commands: a line that moves on a terminal, plain lines elsewhere, nothing if asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+
+#: Seconds between two plain lines.
+EVERY = 10.0
+
+
+def duration(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds.
+
+    Example:
+        >>> duration(75), duration(3725.4)
+        ('1:15', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class View:
+    """How far a long task has come, and when it will be done.
+
+    On a terminal it is one line with a bar; where there is none it is a line every ten seconds, and one at the end.
+
+    Args:
+        what: what is counted, such as ``round``.
+        total: how many there are; None if nobody knows.
+        begin: how many were done before, of a run that is resumed.
+        quiet: show nothing.
+        console: where to; the standard output unless given.
+        every: seconds between two plain lines.
+        clock: tells the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int | None,
+        begin: float = 0,
+        quiet: bool = False,
+        console: Console | None = None,
+        every: float = EVERY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.what, self.total, self.begin, self.quiet = what, total, begin, quiet
+        self.console = console or Console()
+        self._every, self._clock = every, clock
+        self._started = self._printed = clock()
+        self._done, self._facts = float(begin), ""
+        self._bar: Any = None
+        self._shown = ""
+        if not quiet and self.console.is_terminal:
+            self._bar = self._open()
+
+    def _open(self) -> Any:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[facts]}"))
+        bar = Progress(*columns, console=self.console, refresh_per_second=4, transient=False)
+        self._task = bar.add_task(self._head(), total=self.total, completed=self.begin, facts="")
+        bar.start()
+        return bar
+
+    def update(self, done: float, *facts: str) -> None:
+        """Say how many are done, in whole or in part, and what else is worth knowing."""
+        self._done = done
+        self._facts = "  ".join(filter(None, [*facts, self._left()]))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, description=self._head(), facts=self._facts)
+        elif not self.quiet and self._clock() - self._printed >= self._every:
+            self._line()
+
+    def print(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if not self.quiet:
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """The task is over; the last line stays."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        elif not self.quiet:
+            self._line()
+        self.quiet = True
+
+    def _line(self) -> None:
+        self._printed = self._clock()
+        text = f"{self._head()}  {self._facts}".rstrip()
+        if text != self._shown:
+            self._shown = text
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+    def _head(self) -> str:
+        return f"{self.what} {int(self._done)}" + (f"/{self.total}" if self.total else "")
+
+    def _left(self) -> str:
+        fresh, spent = self._done - self.begin, self._clock() - self._started
+        if not self.total or fresh <= 0:
+            return ""
+        if self._done >= self.total:
+            return f"in {duration(spent)}"
+        return f"{duration(spent / fresh * (self.total - self._done))} left"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

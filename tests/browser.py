@@ -1,0 +1,62 @@
+"""TensorBoard on loopback, and pictures of pages where Chromium is installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Board:
+    """A TensorBoard that serves a folder to this machine alone, for as long as the process lives."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard import program
+
+        board = program.TensorBoard()
+        options = ["--logdir", str(folder), "--host", "127.0.0.1", "--port", "0", "--load_fast=false"]
+        board.configure(argv=["tensorboard", *options, "--reload_interval=1"])
+        self.url = board.launch()
+
+    def get(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What a route answers."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def wait(self, path: str, runs: int = 1) -> Any:
+        """As ``get``, as soon as so many runs have been read."""
+        for _ in range(300):
+            found = self.get(path)
+            if len([value for value in found.values() if value]) >= runs:
+                return found
+            time.sleep(0.1)
+        raise AssertionError(f"TensorBoard has nothing to say on {path}")
+
+
+def screenshot(url: str, path: Path, width: int = 1400, height: int = 1600) -> None:
+    """Save what a browser shows, or skip the test where there is none."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium to take a picture with")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=15000"]
+    profile = f"--user-data-dir={path.parent / 'profile'}"
+    command = [browser, *options, profile, f"--window-size={width},{height}", f"--screenshot={path}", url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert path.exists(), done.stderr
+
+
+def colours(path: Path) -> int:
+    """How many different colours a picture has: a blank page has few."""
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0))

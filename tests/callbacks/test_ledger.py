@@ -1,0 +1,115 @@
+"""The ledger: exact bytes of every method, private names fail the run, resumed as if never stopped."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from fl_lightning.callbacks import LedgerCallback
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, LGFedAvg, Local, WAFFLe
+from fl_lightning.module import FederatedModule
+from fl_lightning.wire import State
+from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
+
+BASE, HEAD = 20 * 16 + 16, 16 * 4 + 4
+#: Scalars up and down of one message, by hand.
+SCALARS: list[tuple[type[FederatedModule], dict[str, Any], int, int]] = [
+    (FedAvg, {}, BASE + HEAD, BASE + HEAD),
+    (FedPer, {}, BASE, BASE),
+    (LGFedAvg, {}, HEAD, HEAD),
+    (SCAFFOLD, {}, 2 * (BASE + HEAD), 2 * (BASE + HEAD)),
+    (Local, {}, 0, 0),
+    (WAFFLe, {"factors": {"fc1": 5}, "epochs": 2}, 20 * 5 + 5 * 16 + 5 + 16 + HEAD, 20 * 5 + 5 * 16 + 5 + 16 + HEAD),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "up", "down"), SCALARS, ids=lambda value: getattr(value, "__name__", ""))
+def test_bytes_by_hand(
+    kind: type[FederatedModule], options: dict[str, Any], up: int, down: int, tmp_path: Path
+) -> None:
+    ledger, method = LedgerCallback(folder=str(tmp_path)), kind(mlp(), **options)
+    run = fit(method, blobs(), 2, callbacks=[ledger])
+    assert (ledger.total("up"), ledger.total("down")) == (2 * 4 * 8 * up, 2 * 4 * 8 * down)  # rounds, clients, float64
+    assert (ledger.total("up"), ledger.total("down")) == (method.bytes_up, method.bytes_down)
+    assert float(run.callback_metrics["ledger/up_bytes_total"]) == ledger.total("up")
+    rows = list(csv.DictReader(open(tmp_path / "ledger.csv")))  # noqa: SIM115
+    assert sum(int(row["bytes"]) for row in rows) == ledger.total("up") + ledger.total("down")
+    assert {(row["round"], row["client"]) for row in rows} == {(str(r), str(c)) for r in range(2) for c in range(4)}
+    entries = list(csv.DictReader(open(tmp_path / "ledger_layouts.csv")))  # noqa: SIM115
+    named = {(row["name"], row["shape"], row["dtype"]) for row in entries}
+    if kind is FedAvg:
+        assert named == {
+            ("fc1.weight", "16x20", "float64"),
+            ("fc1.bias", "16", "float64"),
+            ("head.weight", "4x16", "float64"),
+            ("head.bias", "4", "float64"),
+        }
+    assert f"| up | 2 | 8 | {ledger.total('up')} |" in (tmp_path / "ledger.md").read_text()
+    assert ledger.run_metrics()["up_bytes_per_round"] == 4 * 8 * up
+
+
+class Leaky(FedPer):
+    """Sends its head."""
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        sent, kept = super().finish(client, state, message)
+        return sent | {"head.weight": state["head.weight"]}, kept
+
+    def aggregate(self, messages: list[Any]) -> State:
+        mean = super().aggregate(messages)
+        return {name: value for name, value in mean.items() if name in self.shared_names}
+
+
+class Renamed(FedAvg):
+    """Keeps an entry that the net does not know, and sends it."""
+
+    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+        sent, kept = super().finish(client, state, message)
+        secret = {"secret": torch.ones(3)}
+        return sent | secret, kept | secret
+
+    def aggregate(self, messages: list[Any]) -> State:
+        return {name: value for name, value in super().aggregate(messages).items() if name != "secret"}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Leaky, "head.weight"), (Renamed, "secret")])
+def test_a_private_name_that_crosses_fails_the_run(kind: type[FederatedModule], name: str, tmp_path: Path) -> None:
+    with pytest.raises(FederationError, match=f"carries {name}, which {kind.__name__} says stays with the client"):
+        fit(kind(mlp()), blobs(), 2, callbacks=[LedgerCallback(folder=str(tmp_path))])
+    ledger = LedgerCallback(assert_private=False, folder=str(tmp_path))
+    fit(kind(mlp()), blobs(), 2, callbacks=[ledger])
+    assert any(entry[0] == name for layout in ledger.layouts for entry in layout)
+
+
+def test_a_private_name_that_goes_down_fails_the_run() -> None:
+    class Down(FedPer):
+        def message_down(self, client: int) -> State:
+            return self.server_state()
+
+    with pytest.raises(FederationError, match=r"carries head\.bias, head\.weight"):
+        fit(Down(mlp()), blobs(), 1, callbacks=[LedgerCallback()])
+
+
+def test_resumed_and_without(tmp_path: Path) -> None:
+    """A resumed run's ledger is that of one never stopped, and no ledger changes a weight."""
+    whole, part, plain = LedgerCallback(), LedgerCallback(), FedPer(mlp())
+    method = FedPer(mlp())
+    fit(method, blobs(fraction=0.5), 4, callbacks=[whole])
+    fit(plain, blobs(fraction=0.5), 4)
+    assert largest_difference(weights(method), weights(plain)) == 0.0
+    run = fit(FedPer(mlp()), blobs(fraction=0.5), 2, callbacks=[LedgerCallback()])
+    run.save_checkpoint(tmp_path / "part.ckpt")
+    fit(FedPer(mlp()), blobs(fraction=0.5), 4, ckpt_path=str(tmp_path / "part.ckpt"), callbacks=[part])
+    assert part.lines == whole.lines
+    assert part.layouts == whole.layouts
+
+
+def test_what_is_no_federation_is_refused() -> None:
+    with pytest.raises(FederationError, match="needs a federated method, not BoringModel"):
+        trainer(callbacks=[LedgerCallback()], precision="32-true").fit(BoringModel())

@@ -1,0 +1,103 @@
+"""``run.json``: written at the end and on the way, the same for a resumed run, and without effect on training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from fl_lightning.callbacks import RunRecord
+from fl_lightning.callbacks.record import ClientHistory, read_record
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import FedAvg, FedPer
+from tests.support import blobs, fit, mlp, weights
+
+
+def recorded(folder: Path, rounds: int = 3, callbacks: tuple[Callback, ...] = (), **kwargs: Any) -> dict[str, Any]:
+    method = FedPer(mlp(), lr=0.1, batch_size=8, engine="stacked", seed=3)
+    logger = CSVLogger(folder, name="", version="")
+    fit(
+        method, blobs(meta={"mode": [0, 0, 0, 1]}), rounds, logger=logger, callbacks=[RunRecord(), *callbacks], **kwargs
+    )
+    return read_record(folder / "run.json")
+
+
+def test_it_holds_settings_curves_clients_and_cost(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    settings = run["settings"]
+    assert (settings["method"], settings["net"], settings["net.hidden"]) == ("FedPer", "MLP", "[16]")
+    assert (settings["lr"], settings["seed"], settings["clients"], settings["rounds"]) == (0.1, 3, 4, 3)
+    assert run["curves"]["val/acc"]["rounds"] == [0, 1, 2]
+    assert {"train/loss", "comm/up_bytes", "val/acc_worst10"} <= run["curves"].keys()
+    assert run["clients"]["rounds"] == [0, 1, 2]
+    assert [len(row) for row in run["clients"]["accuracy"]] == [4, 4, 4]
+    last = run["clients"]["accuracy"][-1]
+    assert run["curves"]["val/acc"]["values"][-1] == pytest.approx(sum(last) / 4, abs=1e-4)
+    assert run["steps"] == 3 * (5 + 4 + 5 + 2)  # ragged clients, batches of eight
+    shared = 20 * 16 + 16
+    assert (run["parameters"], run["bytes"]) == (shared, [3 * 4 * 8 * shared] * 2)
+    assert run["groups"] == {"mode": [0, 0, 0, 1]}
+    assert run["engine"] == "stacked"
+
+
+def test_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:
+    whole = recorded(tmp_path / "whole", 4)
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="half", enable_version_counter=False)
+    recorded(tmp_path / "half", 2, (saver,), enable_checkpointing=True)
+    again = recorded(tmp_path / "again", 4, ckpt_path=str(tmp_path / "half.ckpt"))
+    assert again["curves"].keys() == whole["curves"].keys()
+    for name, curve in whole["curves"].items():
+        assert again["curves"][name]["rounds"] == curve["rounds"] == [0, 1, 2, 3]
+        assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
+    assert again["clients"] == whole["clients"]
+    assert again["steps"] == whole["steps"]
+
+
+def test_a_run_that_breaks_off_leaves_what_there_is(tmp_path: Path) -> None:
+    class Breaks(Callback):
+        def on_round_start(self, trainer: Any, module: Any, round: int, cohort: list[int]) -> None:
+            if round == 2:
+                raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        recorded(tmp_path, 3, (Breaks(),))
+    assert read_record(tmp_path / "run.json")["curves"]["val/acc"]["rounds"] == [0, 1]
+
+
+def test_without_a_logger_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit(FedAvg(mlp(), engine="stacked"), blobs(), 1, callbacks=[RunRecord()])
+    assert list(tmp_path.rglob("run.json")) == []
+
+
+def test_training_is_not_changed(tmp_path: Path) -> None:
+    methods = []
+    for callbacks in ([], [RunRecord(folder=str(tmp_path))]):
+        methods.append(FedAvg(mlp(), lr=0.1, engine="stacked"))
+        fit(methods[-1], blobs(), 2, callbacks=callbacks)
+    assert all(torch.equal(value, weights(methods[1])[name]) for name, value in weights(methods[0]).items())
+
+
+def test_history_is_thinned_out_evenly_and_keeps_the_last_round() -> None:
+    history = ClientHistory(most=4)
+    for round in range(11):
+        history.add(round, torch.tensor([round / 10, float("nan")]))
+    rounds, scores = history.table()
+    assert rounds == [0, 4, 8, 10]
+    assert scores[:, 0].tolist() == pytest.approx([0, 0.4, 0.8, 1.0])
+    again = ClientHistory(most=4)
+    again.load_state_dict(history.state_dict())
+    assert again.table()[0] == rounds
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"format": 0})])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(FederationError, match="run the fit again"):
+        read_record(tmp_path / "run.json")

@@ -1,0 +1,130 @@
+"""Clients shared out to worker processes: the same results, and what happens when a process dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from fl_lightning.callbacks import FederatedCallback
+from fl_lightning.engine import Batch, WorkerEngine
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import SCAFFOLD, FedAvg, Local, WAFFLe
+from fl_lightning.module import FederatedModule
+from fl_lightning.wire import State
+from tests.engine.test_equality import differ
+from tests.support import blobs, fit, largest_difference, mlp, weights
+
+SETTINGS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8}
+
+
+def trained(kind: type[FederatedModule], workers: int, **options: Any) -> FederatedModule:
+    method = kind(mlp(), **{**SETTINGS, "engine": "captured", "workers": workers, **options})
+    fit(method, blobs((40, 27, 33, 16, 21), fraction=0.8), rounds=3)
+    return method
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(FedAvg, {}), (SCAFFOLD, {"momentum": 0.9}), (WAFFLe, {"factors": {"fc1": 6}})],
+    ids=["FedAvg", "SCAFFOLD", "WAFFLe"],
+)
+def test_workers_agree_with_one_process(kind: type[FederatedModule], options: dict[str, Any]) -> None:
+    one, two, three = (trained(kind, n, **options) for n in (1, 2, 3))
+    assert max(differ(one, two), differ(one, three)) < 1e-9
+    assert two.snapshots[0].steps == one.snapshots[0].steps
+
+
+def test_sequential_workers_agree_bit_for_bit() -> None:
+    one, two = (trained(Local, n, engine="sequential") for n in (1, 2))
+    assert differ(one, two) == 0.0
+
+
+def test_auto_chooses_once_for_all_workers_and_the_checkpoint_keeps_it(tmp_path: Path) -> None:
+    method = FedAvg(mlp(), **SETTINGS, workers=2)
+    keep = ModelCheckpoint(tmp_path, save_last=True)
+    fit(method, blobs(), rounds=2, callbacks=[keep], enable_checkpointing=True)
+    assert method.engine.choice in ("sequential", "stacked", "captured")
+    other = FedAvg(mlp(), **SETTINGS, workers=2)
+    fit(other, blobs(), rounds=2, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert other.engine.choice == method.engine.choice
+    assert largest_difference(weights(other), weights(method)) == 0.0
+
+
+class Killer(FederatedCallback):
+    """Kills a worker in the middle of the run, once or whenever it comes back."""
+
+    def __init__(self, always: bool) -> None:
+        self.always = always
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int, cohort: list[int]) -> None:
+        if round == 1:
+            worker = pl_module.engine._pool[0]
+            os.kill(worker.process.pid, signal.SIGKILL)
+            worker.process.join()
+            if self.always:
+                worker._launch = lambda: None
+
+
+@pytest.mark.filterwarnings("ignore:Worker 0")
+def test_a_worker_that_dies_is_started_anew_once() -> None:
+    method = FedAvg(mlp(), **SETTINGS, engine="captured", workers=2)
+    with pytest.warns(UserWarning, match=r"Worker 0 \(process \d+\) died"):
+        fit(method, blobs(), rounds=3, callbacks=[Killer(always=False)])
+    whole = FedAvg(mlp(), **SETTINGS, engine="captured", workers=2)
+    fit(whole, blobs(), rounds=3)
+    assert largest_difference(weights(method), weights(whole)) == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:Worker 0")
+def test_a_worker_that_dies_again_ends_the_run_with_its_name_and_a_resume_is_exact(tmp_path: Path) -> None:
+    method = FedAvg(mlp(), **SETTINGS, engine="captured", workers=2)
+    keep = ModelCheckpoint(tmp_path, save_last=True)
+    with pytest.raises(FederationError, match=r"Worker 0 .* died twice .* clients 0, .*checkpoint is intact"):
+        fit(method, blobs(), rounds=3, callbacks=[Killer(always=True), keep], enable_checkpointing=True)
+    resumed, whole = (FedAvg(mlp(), **SETTINGS, engine="captured", workers=2) for _ in range(2))
+    fit(resumed, blobs(), rounds=3, ckpt_path=str(tmp_path / "last.ckpt"))
+    fit(whole, blobs(), rounds=3)
+    assert largest_difference(weights(resumed), weights(whole)) == 0.0
+
+
+class Broken(FedAvg):
+    """Fails in a worker."""
+
+    def client_loss(self, state: State, batch: Batch) -> tuple[torch.Tensor, State]:
+        raise ValueError("no such loss")
+
+
+def test_an_error_in_a_worker_is_raised_here() -> None:
+    with pytest.raises(ValueError, match="no such loss") as caught:
+        fit(Broken(mlp(), **SETTINGS, engine="sequential", workers=2), blobs(), rounds=1)
+    assert "in client_loss" in str(caught.value.__cause__)
+
+
+def test_workers_are_stopped_with_the_run() -> None:
+    method = FedAvg(mlp(), **SETTINGS, engine="sequential", workers=2)
+    seen: list[Any] = []
+
+    class Look(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, messages: Any) -> None:
+            seen.extend(worker.process for worker in pl_module.engine._pool)
+
+    fit(method, blobs(), rounds=1, callbacks=[Look()])
+    assert isinstance(method.engine, WorkerEngine)
+    assert len(seen) == 2
+    assert not any(process.is_alive() for process in seen)
+
+
+def test_a_method_that_cannot_be_sent_is_refused_in_a_sentence() -> None:
+    class Inner(FedAvg):
+        pass
+
+    with pytest.raises(FederationError, match=r"Inner cannot be sent to worker processes .*workers=1"):
+        fit(Inner(mlp(), **SETTINGS, engine="sequential", workers=2), blobs(), rounds=1)
+    with pytest.raises(FederationError, match="workers must be 1 or more, not 0"):
+        FedAvg(mlp(), workers=0)

@@ -1,0 +1,354 @@
+"""FedBPS: its two ends, its mask, its moments by hand, what crosses, and a proportion that is chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import FedAvg, FedBPS, FedPer, Local
+from fl_lightning.methods.fedbps import MASK, OWN, VARIANCE, largest
+from fl_lightning.methods.held_out import held_out
+from fl_lightning.nets import LeNetBN
+from fl_lightning.wire import Message, pack_bits, unpack_bits
+from tests.engine.test_equality import NETS, differ, seeded
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
+from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+
+ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
+OPTIONS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": "sequential"}
+PARAMETERS = FEATURES * 16 + 16 + 16 * CLASSES + CLASSES
+
+
+def personal(method: FedBPS) -> Tensor:
+    return unpack_bits(method.mask, sum(method.sizes.values()))
+
+
+def sent(means: list[list[float]], variances: list[list[float]], samples: list[int]) -> tuple[FedBPS, list[Message]]:
+    """A method with one weight for each number, and the messages of its clients."""
+    method = FedBPS(nn.Linear(len(means[0]), 1, bias=False), p=0.5)
+    messages = [
+        Message(k, {"weight": torch.tensor([w]), VARIANCE + "weight": torch.tensor([v])}, n)
+        for k, (w, v, n) in enumerate(zip(means, variances, samples, strict=True))
+    ]
+    return method, messages
+
+
+@ENGINES
+def test_p_zero_equals_fedavg_bit_for_bit(engine: str) -> None:
+    one, other = FedBPS(mlp(), p=0.0, **{**OPTIONS, "engine": engine}), FedAvg(mlp(), **{**OPTIONS, "engine": engine})
+    for method in (one, other):
+        fit(method, blobs(), rounds=3)
+    assert largest_difference(weights(one), weights(other)) == 0.0
+    assert torch.equal(one.evaluator.scores["val"], other.evaluator.scores["val"])
+    assert all(largest_difference(one.personal_state(c), other.personal_state(c)) == 0.0 for c in range(4))
+
+
+@ENGINES
+def test_p_one_equals_local_bit_for_bit(engine: str) -> None:
+    one, other = FedBPS(mlp(), p=1.0, **{**OPTIONS, "engine": engine}), Local(mlp(), **{**OPTIONS, "engine": engine})
+    everything = FedPer(mlp(), personal=["fc1", "head"], **{**OPTIONS, "engine": engine})
+    for method in (one, other, everything):
+        fit(method, blobs(), rounds=3)
+    for client in range(4):
+        assert largest_difference(one.personal_state(client), other.personal_state(client)) == 0.0
+        assert largest_difference(one.personal_state(client), everything.personal_state(client)) == 0.0
+    assert torch.equal(one.evaluator.scores["val"], other.evaluator.scores["val"])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.123, 0.7, 1.0])
+def test_the_mask_has_exactly_its_count(p: float) -> None:
+    method = FedBPS(mlp(), p=p, **OPTIONS)
+    fit(method, blobs(), rounds=2)
+    assert int(personal(method).sum()) == round(p * PARAMETERS)
+    tensors = FedBPS(mlp(), p=p, ranking="per_tensor", **OPTIONS)
+    fit(tensors, blobs(), rounds=2)
+    counts = {name: int(part.sum()) for name, part in tensors._by_name(personal(tensors)).items()}
+    assert counts == {name: round(p * size) for name, size in tensors.sizes.items()}
+
+
+def test_ties_go_to_the_first_and_the_count_stays_exact() -> None:
+    values = torch.tensor([2.0, 5.0, 5.0, 5.0, 5.0, 1.0])
+    assert [largest(values, k).int().tolist() for k in (0, 2, 5, 6)] == [
+        [0, 0, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1],
+    ]
+    assert int(largest(torch.zeros(100_000), 70_001).sum()) == 70_001
+
+
+def test_moments_by_hand() -> None:
+    """p = (1/4, 3/4), w = (0, 4): mean 3, spread 1/4 * 9 + 3/4 * 1 = 3; v = (2, 6): mean 5; all in all 8."""
+    method, messages = sent([[0.0, 1.0], [4.0, 1.0]], [[2.0, 0.5], [6.0, 0.5]], [10, 30])
+    within, between = method.moments(messages, [0.25, 0.75])
+    assert within.tolist() == [5.0, 0.5]
+    assert between.tolist() == [3.0, 0.0]
+    assert method.aggregate(messages)["weight"].tolist() == [[3.0, 1.0]]
+    assert personal(method).tolist() == [True, False]
+    assert method.round_metrics()["variance/between_over_within"] == pytest.approx(3 / 5.5)
+
+
+def test_the_moment_identity_holds_for_what_clients_send() -> None:
+    """v_g = sum p (v + w^2) - w_g^2, on the messages of a real round."""
+    method, got = FedBPS(mlp(), p=0.5, **OPTIONS), []
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, blobs(), rounds=1)
+    share = torch.tensor([float(m.samples) for m in got], dtype=torch.float64) / sum(m.samples for m in got)
+    w = torch.stack([method._flat(m.tensors) for m in got])
+    v = torch.stack([method._flat(m.tensors, VARIANCE) for m in got])
+    w_g = (share[:, None] * w).sum(0)
+    within, between = method.moments(got, share.tolist())
+    torch.testing.assert_close(within + between, (share[:, None] * (v + w**2)).sum(0) - w_g**2)
+    torch.testing.assert_close(method._flat(method.server_state()), w_g)
+    ratio = method.round_metrics()["variance/between_over_within"]
+    assert ratio == pytest.approx(float(between.sum() / within.sum()))
+
+
+def test_identical_clients_have_their_own_variance() -> None:
+    method, messages = sent([[1.0, -2.0, 3.0]] * 3, [[0.1, 0.9, 0.5]] * 3, [5, 5, 20])
+    within, between = method.moments(messages, [1 / 6, 1 / 6, 2 / 3])
+    torch.testing.assert_close(within + between, torch.tensor([0.1, 0.9, 0.5]).double())
+
+
+def test_constant_variance_marks_the_largest_disagreement() -> None:
+    method, messages = sent([[0.0, 0.0, 0.0, 0.0], [1.0, 5.0, 2.0, 0.5]], [[0.3] * 4] * 2, [1, 1])
+    method.aggregate(messages)
+    assert personal(method).tolist() == [False, True, True, False]
+
+
+def test_weights_without_any_gradient_have_the_largest_variance_and_become_personal() -> None:
+    """Inputs that are always 0: their weights never get a gradient."""
+    data = blobs()
+    data.federation.inputs[:, :5] = 0
+    method, got = FedBPS(mlp(), p=5 / FEATURES * 320 / PARAMETERS, prior_precision=4.0, **OPTIONS), []
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, data, rounds=2)
+    for message in got:
+        v = message.tensors[VARIANCE + "fc1.weight"]
+        assert bool((v[:, :5] == 1 / 4.0).all())
+        assert float(method._flat(message.tensors, VARIANCE).max()) == 1 / 4.0
+    marked = method._by_name(personal(method))["fc1.weight"].view(16, FEATURES)
+    assert bool(marked[:, :5].all())
+
+
+def test_variances_are_those_of_the_trained_model_on_its_own_samples() -> None:
+    """By autograd, sample by sample, with n h + delta = the plain sum + delta."""
+    data, method, got = blobs(), FedBPS(mlp(), p=0.5, prior_precision=0.5, **OPTIONS), []
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, data, rounds=1)
+    federation, net = data.federation, mlp().double()
+    for message in got:
+        net.load_state_dict({name: message.tensors[name] for name in method.sizes})
+        total = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+        for n in federation.train[message.client]:
+            net.zero_grad()
+            output = net(federation.inputs[n][None].double())
+            nn.functional.cross_entropy(output, federation.targets[n][None]).backward()
+            for name, p in net.named_parameters():
+                total[name] += p.grad.square()  # type: ignore[union-attr]
+        expected = {name: 1 / (value + 0.5) for name, value in total.items()}
+        assert largest_difference({n: message.tensors[VARIANCE + n] for n in method.sizes}, expected) < 1e-9
+
+
+def test_the_literal_reading_sends_the_inverse() -> None:
+    def variances(reading: Any) -> dict[str, Tensor]:
+        method, got = FedBPS(mlp(), p=0.5, reading=reading, **OPTIONS), []
+        method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+        fit(method, blobs(), rounds=1)
+        return {name: got[0].tensors[VARIANCE + name] for name in method.sizes}
+
+    inverse, literal = variances("inverse"), variances("literal")
+    assert largest_difference({n: 1 / v for n, v in inverse.items()}, literal) < 1e-9
+
+
+def test_clients_go_on_from_the_mixture() -> None:
+    """What a client begins its second round with: its own trained weights where marked, else the server's."""
+    method, got, begun = FedBPS(mlp(), p=0.4, **OPTIONS), [], {}
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, blobs(), rounds=1)
+    server, mask = weights(method), method._by_name(personal(method))
+    for message in got:
+        own = message.tensors
+        begun = method.begin(message.client, method.message_down(message.client))
+        assert begun.keys() == server.keys()
+        for name, part in mask.items():
+            marked = part.view_as(server[name])
+            assert torch.equal(begun[name][marked], own[name][marked])
+            assert torch.equal(begun[name][~marked], server[name][~marked])
+        assert largest_difference(begun, method.personal_state(message.client)) == 0.0
+
+
+def test_what_crosses_and_how_many_bytes() -> None:
+    """Up 2 P floats, down P floats and P bits (methods of twice FedAvg's upload)."""
+    method, crossed, received = FedBPS(mlp(), p=0.5, **OPTIONS), set(), []
+    method.on_client_start = lambda client, message: received.append(message)  # type: ignore[attr-defined]
+    method.on_before_aggregate = lambda messages: crossed.update(*(m.tensors for m in messages))  # type: ignore[attr-defined]
+    done = fit(method, blobs(), rounds=2, precision="32-true")
+    names = set(method.sizes)
+    assert crossed == names | {VARIANCE + name for name in names}
+    assert set(received[-1]) == names | {MASK}
+    assert set(method.snapshots[0].private) == {OWN + name for name in names}
+    assert not set(method.snapshots[0].private) & crossed
+    assert received[-1][MASK].dtype == torch.uint8
+    assert done.callback_metrics["comm/up_bytes"] == 4 * 2 * 4 * PARAMETERS
+    assert done.callback_metrics["comm/down_bytes"] == 4 * (4 * PARAMETERS + (PARAMETERS + 7) // 8)
+
+
+def test_masks_survive_packing() -> None:
+    for n in (1, 7, 8, 9, 1000):
+        mask = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
+        assert pack_bits(mask).shape == ((n + 7) // 8,)
+        assert torch.equal(unpack_bits(pack_bits(mask), n), mask)
+
+
+def test_shares_and_ratio_are_logged() -> None:
+    method = FedBPS(mlp(), p=0.5, **OPTIONS)
+    done = fit(method, blobs(), rounds=2)
+    mask = method._by_name(personal(method))
+    for layer in ("fc1", "head"):
+        both = torch.cat([mask[f"{layer}.weight"], mask[f"{layer}.bias"]])
+        assert float(done.callback_metrics[f"personal/{layer}"]) == pytest.approx(float(both.double().mean()))
+    assert float(done.callback_metrics["personal/all"]) == 0.5
+    assert float(done.callback_metrics["variance/between_over_within"]) > 0
+
+
+@pytest.mark.parametrize("net", ["mlp", "lenet_bn", "dropout", "frozen layer"])
+@pytest.mark.parametrize("curvature", ["fisher", "ggn", "hessian"])
+def test_stacked_equals_sequential(net: str, curvature: Any) -> None:
+    def trained(engine: str, width: int) -> FedBPS:
+        make, shape = NETS[net]
+        method = FedBPS(
+            seeded(make), p=0.5, curvature=curvature, clients_per_stack=width, **{**OPTIONS, "engine": engine}
+        )
+        fit(method, blobs((19, 9, 16, 8), shape), rounds=2)
+        return method
+
+    one, other = trained("sequential", 16), trained("stacked", 3)
+    assert differ(one, other) < 1e-9
+    assert torch.equal(one.mask, other.mask)
+
+
+def test_buffers_are_averaged_and_never_masked() -> None:
+    method = FedBPS(seeded(lambda: LeNetBN(num_classes=CLASSES)), p=1.0, **OPTIONS)
+    fit(method, blobs((19, 9), (1, 28, 28)), rounds=1)
+    assert not any("running" in name for name in method.sizes)
+    for client in (0, 1):
+        state = method.personal_state(client)
+        assert torch.equal(state["bn1.running_mean"], weights(method)["bn1.running_mean"])
+        assert not torch.equal(state["bn1.weight"], weights(method)["bn1.weight"])
+
+
+def test_never_sampled_clients_are_evaluated_with_the_servers_model() -> None:
+    method = FedBPS(mlp(), p=0.7, **OPTIONS)
+    method.cohort = lambda round: [0, 1]  # type: ignore[method-assign]
+    fit(method, blobs())
+    assert largest_difference(method.personal_state(3), weights(method)) == 0.0
+    assert (method.model_key(3), method.model_key(2), method.model_key(1)) == (-1, -1, 1)
+
+
+@pytest.mark.parametrize("options", [{"p": 0.6}, {"p": "auto", "auto_values": (0.2, 0.9), "auto_rounds": 1}])
+def test_resumes_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
+    whole = make(FedBPS, **options)
+    run(whole, tmp_path / "whole")
+    stopped(make(FedBPS, **options), tmp_path / "part", Stop("on_round_end", 3, kill))
+    again = make(FedBPS, **options)
+    run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
+    assert_same(state_of(again), state_of(whole))
+    assert torch.equal(again.mask, whole.mask)
+    assert again.p == whole.p
+    assert again.summary == whole.summary
+
+
+# ---- p: auto ----------------------------------------------------------------------------------------------------
+
+
+AUTO: dict[str, Any] = {"p": "auto", "auto_values": (0.0, 0.5, 1.0), "auto_rounds": 2, "auto_share": 0.25, **OPTIONS}
+
+
+def test_an_auto_run_is_the_run_with_the_p_that_it_chose() -> None:
+    auto = FedBPS(mlp(), **AUTO)
+    with pytest.raises(FederationError, match="chosen when the run begins"):
+        _ = auto.p
+    fit(auto, blobs(), rounds=2)
+    fixed = FedBPS(mlp(), p=auto.p, **OPTIONS)
+    fit(fixed, blobs(), rounds=2)
+    assert auto.p in AUTO["auto_values"]
+    assert differ(auto, fixed) == 0.0
+    assert torch.equal(auto.evaluator.scores["val"], fixed.evaluator.scores["val"])
+
+
+def test_auto_takes_what_does_best_on_held_out_samples() -> None:
+    """By hand: a run for each value on data that holds the same samples out."""
+    scores = {}
+    for p in AUTO["auto_values"]:
+        data = blobs((60, 50, 40, 30))
+        data.federation = held_out(data.federation, 0.25, seed=0)
+        method = FedBPS(mlp(), p=p, **OPTIONS)
+        fit(method, data, rounds=2)
+        scores[p] = float(method.evaluator.scores["val"].mean())
+    auto = FedBPS(mlp(), **AUTO)
+    fit(auto, blobs((60, 50, 40, 30)), rounds=1)
+    assert auto.p == max(scores, key=lambda p: scores[p])
+    assert len(set(scores.values())) > 1
+
+
+def test_the_choice_never_sees_a_test_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other test samples, whatever they are, the choice and every number behind it are the same."""
+
+    def chosen(spoil: bool) -> tuple[float, Tensor]:
+        data, seen = blobs((60, 50, 40, 30)), []
+        if spoil:
+            federation = data.federation
+            federation.inputs[federation.test.flat] = 1e6
+            federation.targets[federation.test.flat] = 0
+        monkeypatch.setattr("fl_lightning.methods.held_out.rank_zero_info", seen.append)
+        method = FedBPS(mlp(), **AUTO)
+        fit(method, data, rounds=1)
+        (message,) = seen
+        return method.p, message
+
+    assert chosen(False) == chosen(True)
+
+
+def test_held_out_samples_are_a_part_of_each_clients_training_samples() -> None:
+    whole = blobs((40, 27, 2, 16)).federation
+    parted = held_out(whole, 0.1, seed=3)
+    assert parted.val is not None
+    assert parted.val.sizes.tolist() == [4, 3, 1, 2]
+    for client in range(4):
+        both = torch.cat([parted.train[client], parted.val[client]])
+        assert torch.equal(both.sort().values, whole.train[client].sort().values)
+    assert torch.equal(parted.val.flat, held_out(whole, 0.1, seed=3).val.flat)  # type: ignore[union-attr]
+    assert not torch.equal(parted.val.flat, held_out(whole, 0.1, seed=4).val.flat)  # type: ignore[union-attr]
+    assert held_out(parted, 0.5, seed=0) is parted  # what the data holds out is taken
+
+
+def test_auto_under_fast_dev_run() -> None:
+    method = FedBPS(mlp(), **AUTO)
+    fit(method, blobs(), fast_dev_run=True)
+    assert method.p in AUTO["auto_values"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"p": 1.2}, "p must lie between 0 and 1, or be auto, not 1.2"),
+        ({"p": "best"}, "or be auto, not 'best'"),
+        ({"p": "auto", "auto_values": (0.5, 2.0)}, "p must lie between 0 and 1"),
+        ({"auto_rounds": 0}, "auto_rounds of 1 or more"),
+        ({"ranking": "layer"}, "ranking must be global or per_tensor"),
+        ({"reading": "both"}, "reading must be inverse or literal"),
+        ({"prior_precision": 0.0}, "prior_precision must be greater than 0"),
+        ({"laplace_samples": 0}, "laplace_samples must be 1 or more"),
+        ({"chunk_size": 0}, "chunk_size must be 1 or more"),
+        ({"curvature": "exact"}, "curvature must be fisher, ggn or hessian"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(FederationError, match=sentence):
+        FedBPS(mlp(), **options)
