@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from fl_lightning.errors import FederationError
 from fl_lightning.nets.norms import RECURRENT, norm_layers
 from fl_lightning.wire import State
 
@@ -87,6 +88,10 @@ def measured_statistics(
             module.call(state, federation.features(federation.inputs[part], module.compute_dtype), training=False)
     found: LayerStatistics = {}
     for name in layers:
+        if name not in sums:
+            raise FederationError(
+                f"Features of {name} cannot be measured: {type(module.net).__name__} does not call it."
+            )
         count, total, squares = sums[name]
         mean = total / count
         found[name] = {"mu": mean, "sigma": (squares / count - mean**2).clamp(min=0).sqrt()}

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ RESULT, CHECKPOINT, PROGRESS = "result.json", "last.ckpt", "progress.txt"
 EVERY = 10
 #: Rounds over which the last accuracies are averaged, beside that of the final one.
 LAST = 5
+#: Accuracies that stand for a run, the first that it has: one model for all is meant to be good everywhere.
+HEADLINES = ("global_test_acc", "local_test_acc")
 
 
 class Recorder(Callback):
@@ -35,6 +38,8 @@ class Recorder(Callback):
     def __init__(self, path: str | None = None) -> None:
         self.path = path
         self.curves: dict[str, list[float]] = {}
+        #: Seconds by round: since the start, and of the round those that clients and server took.
+        self.times: dict[str, list[float]] = {}
         self.seconds = 0.0
         self._began = time.perf_counter()
 
@@ -43,24 +48,30 @@ class Recorder(Callback):
         self._began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note the round's accuracies, over all clients and by sub-population."""
-        for name, value in accuracies(pl_module).items():
+        """Note the round's accuracies, over all clients and by sub-population, and what else is known of the round."""
+        for name, value in {**accuracies(pl_module), **logged(trainer, pl_module)}.items():
             self.curves.setdefault(name, []).append(round(value, 4))
+        summary = pl_module.summary
+        spent = {"elapsed": self.elapsed(), "clients": summary["time/clients"], "server": summary["time/server"]}
+        for name, value in spent.items():
+            self.times.setdefault(name, []).append(round(value, 3))
         if self.path is not None:
             rounds = f"{trainer.current_epoch + 1} of {trainer.max_epochs} rounds"
-            Path(self.path).write_text(f"{rounds}, {self.curves['local_test_acc'][-1]:.2f}\n")
+            Path(self.path).write_text(f"{rounds}, {self.curves[headline(self.curves)][-1]:.2f}\n")
 
     def elapsed(self) -> float:
         """Seconds of training so far, over all resumptions."""
         return self.seconds + time.perf_counter() - self._began
 
     def state_dict(self) -> dict[str, Any]:
-        """Curve and clock."""
-        return {"curves": {name: list(curve) for name, curve in self.curves.items()}, "seconds": self.elapsed()}
+        """Curves and clock."""
+        curves, times = ({name: list(curve) for name, curve in of.items()} for of in (self.curves, self.times))
+        return {"curves": curves, "times": times, "seconds": self.elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.curves, self.seconds = dict(state_dict["curves"]), float(state_dict["seconds"])
+        self.times = dict(state_dict.get("times", {}))  # checkpoints of older versions have none
 
 
 def folder_of(root: Path, config: Config, seed: int) -> Path:
@@ -132,12 +143,14 @@ def _arguments(config: Config, seed: int, folder: Path) -> Config:
     saver = {"dirpath": str(folder), "filename": Path(CHECKPOINT).stem, "every_n_epochs": EVERY}
     arguments = copy.deepcopy(config)
     arguments["seed_everything"] = seed
-    arguments.setdefault("trainer", {}).update(
+    trainer = arguments.setdefault("trainer", {})
+    trainer.update(
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
+            *trainer.get("callbacks", []),
             {"class_path": "fl_lightning.cli.cells.Recorder", "init_args": {"path": str(folder / PROGRESS)}},
             {"class_path": "ModelCheckpoint", "init_args": {**saver, "enable_version_counter": False}},
         ],
@@ -150,10 +163,12 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
     recorder = next(c for c in trainer.callbacks if isinstance(c, Recorder))  # type: ignore[attr-defined]
     if not recorder.curves:
         raise FederationError("The run ended without a validated round: give it at least one round.")
-    state, final, last = module.server_state(), accuracies(module), recorder.curves["local_test_acc"][-LAST:]
+    state, final = module.server_state(), accuracies(module)
+    last = {name: curve[-LAST:] for name, curve in recorder.curves.items() if name in HEADLINES}
     metrics = {
+        **{name: curve[-1] for name, curve in last.items()},
         **final,
-        f"local_test_acc_last{LAST}": sum(last) / len(last),
+        **{f"{name}_last{LAST}": sum(curve) / len(curve) for name, curve in last.items()},
         "variance": float((100 * module.evaluator.scores["val"]).var(correction=0)),
         "parameters": sum(state[name].numel() for name in module.shared_names),
     }
@@ -166,9 +181,24 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
         "engine": module.engine.choice,
         "bytes": [module.bytes_up, module.bytes_down],
         "curves": recorder.curves,
+        "times": recorder.times,
         "clients": [round(float(value), 4) for value in 100 * module.evaluator.scores["val"]],
         "modes": [int(mode) for mode in module.federation.meta.get("mode", [])],
     }
+
+
+def logged(trainer: Trainer, module: FederatedModule) -> dict[str, float]:
+    """Accuracy on the global test set in percent, if there is one, and what was logged of the round's training."""
+    found = {"train_loss": module.summary["train/loss"]}
+    if "val/global_acc" in trainer.callback_metrics:
+        found["global_test_acc"] = 100 * float(trainer.callback_metrics["val/global_acc"])
+    every = ("train/", "comm/", "clients/", "time/")  # what every method logs of a round
+    return found | {name: float(v) for name, v in module.summary.items() if not name.startswith(every)}
+
+
+def headline(known: Collection[str]) -> str:
+    """The accuracy that stands for a run, out of those that are known of it."""
+    return next(name for name in HEADLINES if name in known)
 
 
 def accuracies(module: FederatedModule) -> dict[str, float]:

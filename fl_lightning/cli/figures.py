@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fl_lightning.cli.cells import headline
 from fl_lightning.pictures import STYLES
 
+#: What the axes of pictures say.
+WORDS = {"global_test_acc": "global test accuracy (%)", "local_test_acc": "mean local test accuracy (%)"}
 #: Results of the seeds of one method.
 Runs = Sequence[Mapping[str, Any]]
 
 
 def curves(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """Mean local test accuracy by round, one line per method, averaged over seeds (the papers' figures 4 and 7)."""
+    """Test accuracy by round, one line per method, averaged over seeds."""
+    name = _headline(result for results in runs.values() for result in results)
+    _by_round(runs, name, path, title, WORDS[name])
+
+
+def losses(runs: Mapping[str, Runs], path: Path, title: str) -> None:
+    """Training loss by round, one line per method, averaged over seeds (FedDAF's figure 2)."""
+    _by_round(runs, "train_loss", path, title, "mean training loss")
+
+
+def _by_round(runs: Mapping[str, Runs], name: str, path: Path, title: str, words: str) -> None:
+    def draw(axes: Any) -> None:
+        for (colour, line), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
+            mean = _mean(results, name)
+            axes.plot(range(1, len(mean) + 1), mean, color=colour, linestyle=line, label=method)
+        axes.set(xlabel="round", ylabel=words, title=title)
+
+    _picture(draw, path)
+
+
+def by_time(runs: Mapping[str, Runs], path: Path, title: str) -> None:
+    """Test accuracy over seconds of the run, validation included, averaged over seeds (FedDAF's figure 3)."""
+    name = _headline(result for results in runs.values() for result in results)
 
     def draw(axes: Any) -> None:
         for (colour, line), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
-            mean = _mean(results, "local_test_acc")
-            axes.plot(range(1, len(mean) + 1), mean, color=colour, linestyle=line, label=method)
-        axes.set(xlabel="round", ylabel="mean local test accuracy (%)", title=title)
+            seconds = np.mean([result["times"]["elapsed"] for result in results], axis=0)
+            axes.plot(seconds, _mean(results, name), color=colour, linestyle=line, label=method)
+        axes.set(xlabel="seconds", ylabel=WORDS[name], title=title)
 
     _picture(draw, path)
 
@@ -61,19 +86,25 @@ def distribution(runs: Mapping[str, Runs], path: Path, title: str) -> None:
 
 def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: str) -> None:
     """Final accuracy over a setting, mean and standard deviation over seeds; what is no number is a level line."""
+    about = _headline(result for runs in lines.values() for results in runs.values() for result in results)
 
     def draw(axes: Any) -> None:
-        for (colour, style), (name, runs) in zip(STYLES, lines.items(), strict=False):
-            final = {x: [result["metrics"]["local_test_acc"] for result in results] for x, results in runs.items()}
+        for (colour, style), (name, runs) in zip(cycle(STYLES), lines.items(), strict=False):
+            final = {x: [result["metrics"][about] for result in results] for x, results in runs.items()}
             points = sorted(x for x in final if isinstance(x, int | float))
             means, spread = [np.mean(final[x]) for x in points], [np.std(final[x]) for x in points]
             axes.errorbar(points, means, spread, color=colour, linestyle=style, marker="o", capsize=3, label=name)
             for x in final.keys() - set(points):
                 level = float(np.mean(final[x]))
                 axes.axhline(level, color=colour, linestyle=":", linewidth=1, label=f"{name}, {key} = {x}")
-        axes.set(xlabel=key, ylabel="mean local test accuracy (%)", title=title)
+        axes.set(xlabel=key, ylabel=WORDS[about], title=title)
 
     _picture(draw, path)
+
+
+def _headline(results: Iterable[Mapping[str, Any]]) -> str:
+    """The accuracy that all of these results have."""
+    return headline(set.intersection(*(set(result["curves"]) for result in results)))
 
 
 def _mean(results: Runs, name: str) -> Any:

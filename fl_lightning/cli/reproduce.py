@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.cli import figures
-from fl_lightning.cli.cells import cached, progress_of, run_cell
+from fl_lightning.cli.cells import cached, headline, progress_of, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
 from fl_lightning.cli.tables import (
@@ -26,6 +26,7 @@ from fl_lightning.cli.tables import (
     config_of,
     label,
     line_name,
+    scale_of,
     select,
     studies,
     table,
@@ -115,7 +116,7 @@ def _run_all(console: Console, root: Path, runs: dict[str, Config], seeds: list[
             for done, future in enumerate(ended, done + 1):
                 config, seed = waiting[future]
                 result = future.result()
-                accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
+                accuracy, seconds = result["metrics"][headline(result["metrics"])], result["seconds"]
                 line = f"{done}/{len(todo)} {_name(config, seed)}: {accuracy:.2f} in {seconds:.0f} s"
                 view.print(line)
             running = [(waiting[future], part) for future in left if (part := progress_of(root, *waiting[future]))]
@@ -142,16 +143,19 @@ def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Mea
     if not values:
         return None
     run, whole = config["trainer"]["max_epochs"], config_of(cell)["trainer"]["max_epochs"]
+    smaller = [text for text in (scale_of(cell), f"{run} of {whole} rounds" if run != whole else None) if text]
     measured = {
         "mean": round(statistics.fmean(values), 4),
         "std": round(statistics.stdev(values), 4) if len(values) > 1 else None,
         "seeds": sorted(found),
         "rounds": run,
-        "scale": "full" if run == whole else f"{run} of {whole} rounds",
+        "scale": ", ".join(smaller) or "full",
         "config_hash": config_hash(config),
     }
-    if cell["metric"] == "local_test_acc":
-        last = [result["metrics"]["local_test_acc_last5"] for result in found.values()]
+    last = [
+        result["metrics"][name] for result in found.values() if (name := f"{cell['metric']}_last5") in result["metrics"]
+    ]
+    if last:
         measured["mean_of_last_5_rounds"] = round(statistics.fmean(last), 4)
     return measured
 
@@ -179,22 +183,34 @@ def cells_of(row: Cell) -> Iterator[str]:
 
 def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
     """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
-    groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    groups: dict[tuple[str, ...], dict[str, list[dict[str, Any]]]] = {}
+    nets: dict[tuple[str, str], set[str | None]] = {}
+    for cell in table(name):
+        nets.setdefault((cell["dataset"], cell["partition"]), set()).add(cell.get("model"))
     varied = [study["x"] for study in studies(name)]
     for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
         plain = not any(key in cell for key in ("E", "F", "l1_weight", *varied))
         results = _finished(root, cell, seeds, rounds)
         if plain and results:
-            groups.setdefault((cell["dataset"], cell["partition"]), {})[line_name(cell)] = results
+            groups.setdefault(_about(cell, nets), {})[line_name(cell)] = results
     folder.mkdir(parents=True, exist_ok=True)
     for study in studies(name):
         draw_study(root, name, study, seeds, rounds, folder)
-    for (dataset, partition), runs in groups.items():
-        stem, title = f"results-{name.replace('/', '-')}-{dataset}-{partition}", f"{dataset}, {partition}"
+    for about, runs in groups.items():
+        stem, title = f"results-{'-'.join([name.replace('/', '-'), *about])}", ", ".join(about)
         figures.curves(runs, folder / f"{stem}.png", title)
+        if all("global_test_acc" in result["curves"] for results in runs.values() for result in results):
+            figures.losses(runs, folder / f"{stem}-loss.png", title)
+            figures.by_time(runs, folder / f"{stem}-time.png", title)
         if all("minority" in result["curves"] for results in runs.values() for result in results):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
+
+
+def _about(cell: Cell, nets: dict[tuple[str, str], set[str | None]]) -> tuple[str, ...]:
+    """What a cell's picture is about: data and partition, and the net where there are several for these."""
+    about = (cell["dataset"], cell["partition"])
+    return (*about, cell["model"]) if len(nets[about]) > 1 else about
 
 
 def draw_study(

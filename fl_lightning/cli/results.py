@@ -32,7 +32,7 @@ def write_page(results: Path, docs: Path) -> None:
     for path in sorted(results.glob("*.json")):
         rows: list[dict[str, Any]] = json.loads(path.read_text())
         parts.append(section(path.stem, rows))
-        name = path.stem.replace("_table", "-table").replace("_text", "-text")
+        name = path.stem.replace("_table", "-table").replace("_text", "-text").replace("_figure", "-figure")
         for picture in sorted((docs / "pictures").glob(f"results-{name}-*.png")):
             parts.append(f"![{picture.stem.removeprefix('results-')}](pictures/{picture.name})\n")
     docs.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ def _read(name: str) -> Any:
     return yaml.safe_load((resources.files("fl_lightning.papers") / name).read_text())
 
 
+@cache
 def recipes() -> list[dict[str, Any]]:
     """All recipes."""
     files = resources.files("fl_lightning.papers").iterdir()
@@ -84,6 +85,13 @@ def config_of(cell: Cell) -> Config:
                 if key in cell:
                     _merge(config, _nested(place.split("."), cell[key]))
     return config
+
+
+def scale_of(cell: Cell) -> str | None:
+    """What the recipe says about a cell that it runs smaller than the paper does, None where it does not."""
+    rules = (rule for recipe in recipes() if cell.get("paper") in recipe["papers"] for rule in recipe["rules"])
+    said = [rule["scale"] for rule in rules if "scale" in rule and _fits(cell, rule.get("when", {}))]
+    return said[-1] if said else None
 
 
 def beside(cell: Cell) -> Cell | None:
@@ -157,4 +165,7 @@ def _nested(path: list[str], value: Any) -> Config:
 
 
 #: Metrics that a finished run answers.
-METRICS = ("local_test_acc", "majority", "minority", "gap", "variance", "parameters", "gain_over_fedavg")
+METRICS = (
+    *("local_test_acc", "majority", "minority", "gap", "variance", "parameters", "gain_over_fedavg"),
+    "global_test_acc",
+)

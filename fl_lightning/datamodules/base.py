@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
@@ -41,6 +43,19 @@ class Samples:
     train_size: int | None = None
     users: Sequence[Any] | Tensor | None = None
 
+    def some(self, number: int, rng: np.random.Generator) -> Samples:
+        """About so many of the samples, the same share of every class, in their old order."""
+        share, kept = number / len(self.targets), []
+        for label in range(int(self.targets.max()) + 1):
+            rows = torch.nonzero(self.targets == label).flatten()
+            kept.append(rows[torch.from_numpy(rng.permutation(len(rows))[: round(share * len(rows))])])
+        index = torch.cat(kept).sort().values
+        size = None if self.train_size is None else int((index < self.train_size).sum())
+        users = self.users
+        if users is not None:
+            users = users[index] if isinstance(users, Tensor) else [users[i] for i in index.tolist()]
+        return Samples(self.inputs[index], self.targets[index], size, users)
+
 
 class FederatedDataModule(LightningDataModule, ABC):
     """Samples dealt to clients, for a stock ``Trainer``.
@@ -57,6 +72,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         augment: whether training batches are augmented, for data that knows how.
         manifest: a manifest written by ``fl-lightning partition``; its partition is used, and data that differs from
             the data it was made with is refused.
+        limit: use only about so many samples, the same share of every class, drawn by ``seed``; None uses all.
     """
 
     num_classes: int
@@ -73,6 +89,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         eval_clients: int = 100,
         augment: bool = False,
         manifest: str | None = None,
+        limit: int | None = None,
     ) -> None:
         super().__init__()
         if not 0 < fraction <= 1:
@@ -88,6 +105,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.seed = seeding.default_seed() if seed is None else seed
         self.eval_clients = eval_clients
         self.augment = augment
+        if limit is not None and limit < 1:
+            raise FederationError(f"limit must be at least 1, not {limit}: leave it out to use all samples.")
+        self.limit = limit
         if augment and self.augmentation() is None:
             raise FederationError(f"{type(self).__name__} has no augmentation: leave augment off.")
 
@@ -122,8 +142,11 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     @cached_property
     def samples(self) -> Samples:
-        """All samples as stored."""
-        return self.load()
+        """The samples as stored: all, or as many as ``limit`` says."""
+        loaded = self.load()
+        if self.limit is None or self.limit >= len(loaded.targets):
+            return loaded
+        return loaded.some(self.limit, seeding.stream(self.seed, "limit"))
 
     @cached_property
     def dealt(self) -> Partition:

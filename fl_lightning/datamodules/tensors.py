@@ -72,6 +72,8 @@ class TensorFederation(FederatedDataModule):
             raise FederationError("test, global_test, label_maps and meta go with train: give train too.")
         if train is not None and (kwargs.get("partition") or kwargs.get("manifest")):
             raise FederationError("Give either index lists or a partition (or manifest), not both.")
+        if train is not None and kwargs.get("limit") is not None:
+            raise FederationError("limit chooses among all samples: leave it out where index lists already do.")
         self.inputs, self.targets = inputs, targets.long()
         self.train_size, self.users = train_size, users
         self.num_classes = int(self.targets.max()) + 1 if num_classes is None else num_classes

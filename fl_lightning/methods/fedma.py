@@ -17,7 +17,8 @@ from fl_lightning.methods.factorized import choice
 from fl_lightning.methods.matching import Matching
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.nets.units import Units, chain_units, check_units, resize
+from fl_lightning.nets.derive import check_units, derived_units
+from fl_lightning.nets.units import Units, resize
 from fl_lightning.persistence import KEY
 from fl_lightning.wire import Message, State, message_weights, weighted_mean
 
@@ -38,7 +39,7 @@ class FedMA(FederatedModule):
     as it is and train on those above, which stay their own until it is their turn.
 
     Args:
-        net: the network; a chain of layers, or one that declares its units.
+        net: the network: a chain of layers, one of torchvision's blocks, or one that declares its units.
         mode: ``fixed_width`` only permutes units; ``grow`` may add some, up to twice a layer's width.
         layerwise: match one layer per round and freeze it until the others have been matched.
         sigma: standard deviation of a client's unit around the matched one.
@@ -90,7 +91,7 @@ class FedMA(FederatedModule):
         x = federation.features(federation.inputs[federation.train.flat[:2]], self.compute_dtype).to(self.device)
         declare = getattr(self.net, "units", None)  # any module may have it
         declared = declare() if callable(declare) else None
-        self.units = chain_units(self.net, x) if declared is None else list(declared)
+        self.units = derived_units(self.net, x) if declared is None else list(declared)
         check_units(self.net, lambda s, x: self.call(s, x, training=False)[0], self.server_state(), x, self.units)
         self.widths = self.widths or [units.width for units in self.units]
         if self.mode == "grow" and not all(units.fills(self.server_state()) for units in self.units):

@@ -106,12 +106,12 @@ class _Search:
         self.sums = np.pad(self.sums, ((0, len(fresh)), (0, 0)))
         self.counts = np.pad(self.counts, (0, len(fresh)))
         self.places[client][rows] = places
-        np.add.at(self.sums, self.places[client], units / self.prior.sigma**2)
-        np.add.at(self.counts, self.places[client], 1.0)
+        self.sums[places] += units[rows] / self.prior.sigma**2  # each place is taken once
+        self.counts[places] += 1
 
     def _take_out(self, client: int) -> None:
-        np.subtract.at(self.sums, self.places[client], self.clients[client] / self.prior.sigma**2)
-        np.subtract.at(self.counts, self.places[client], 1.0)
+        self.sums[self.places[client]] -= self.clients[client] / self.prior.sigma**2
+        self.counts[self.places[client]] -= 1
         stays = self.counts > 0.5
         if not stays.all():
             number = np.cumsum(stays) - 1

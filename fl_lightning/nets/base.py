@@ -39,10 +39,10 @@ class FedNet(nn.Module):
         return net
 
     def units(self) -> Sequence[Units] | None:
-        """Hidden units that may change places, from input to output; None if the net is a plain chain of layers.
+        """Hidden units that may change places, from input to output; None if they can be derived.
 
-        A chain's units are derived. Nets with branches declare those inside a block, with
-        :func:`~fl_lightning.nets.units.units_between`, and recurrent ones theirs with
+        Those of chains of layers and of torchvision's blocks are. Other nets with branches declare those inside a
+        block, with :func:`~fl_lightning.nets.units.units_between`, and recurrent ones theirs, with
         :func:`~fl_lightning.nets.units.recurrent_units`. What lies on a residual stream or in a concatenation stays.
         """
         return None

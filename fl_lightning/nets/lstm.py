@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.nets.units import Units, recurrent_units
 
 
 class BiLSTM(FedNet):
@@ -46,6 +47,10 @@ class BiLSTM(FedNet):
         """Logits of shape (B, num_classes) for token numbers of shape (B, length)."""
         logits: Tensor = self.head(self.dropout(self.norm(self.features(x))))
         return logits
+
+    def units(self) -> list[Units]:
+        """The units of each direction."""
+        return recurrent_units(self, "lstm", readers=["head"], norms=["norm"])
 
     def features(self, x: Tensor) -> Tensor:
         """Mean output of the LSTM over a sequence's tokens, shape (B, 2 units); 0 for a sequence without any."""

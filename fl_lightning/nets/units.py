@@ -2,7 +2,8 @@
 
 The units of a hidden layer can be permuted without changing what a net computes, if every tensor that holds something
 of them is permuted alike: the rows that make them, their normalisation, and the columns of whoever reads them. A net
-declares its units in ``FedNet.units``; those of plain chains of layers are derived.
+declares its units in ``FedNet.units``; those of plain chains of layers and of torchvision's blocks are derived
+(:mod:`fl_lightning.nets.derive`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.errors import FederationError
-from fl_lightning.nets.norms import CONVOLUTIONS, NORMS, RECURRENT
+from fl_lightning.nets.norms import CONVOLUTIONS, RECURRENT
 
 #: What an entry is to the units: it makes and describes them (own), belongs to them without describing them (state), or
 #: reads them (use).
@@ -170,75 +171,6 @@ def recurrent_units(net: nn.Module, layer: str, readers: Sequence[str], norms: S
             axes += [Axis(entry, 1, "use", offset=offset) for entry in above]
             found.append(Units(f"{layer}{end}", width, tuple(axes)))
     return found
-
-
-def chain_units(net: nn.Module, x: Tensor) -> list[Units]:
-    """The units of a net whose layers form a chain, in the order in which they are run on inputs ``x``.
-
-    Raises:
-        FederationError: if they do not look like a chain; whether they are one shows when units are moved.
-    """
-    called: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda m, args, name=name: called.append(name))
-        for name, module in net.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
-    mode = net.training
-    try:
-        net.eval()
-        with torch.no_grad():
-            net(x)
-    finally:
-        net.train(mode)
-        for hook in hooks:
-            hook.remove()
-    found: list[Units] = []
-    makers: list[str] = []
-    for name in called:
-        layer: Any = net.get_submodule(name)
-        if isinstance(layer, RECURRENT) or not isinstance(layer, (nn.Linear, *CONVOLUTIONS, *NORMS)):
-            raise FederationError(_cannot(net))
-        if isinstance(layer, NORMS) or getattr(layer, "groups", 1) > 1:
-            makers += [name] if makers else []
-            continue
-        if makers:
-            found.append(units_between(net, makers, [name]))
-        makers = [name]
-    return found
-
-
-def check_units(net: nn.Module, call: Any, state: Mapping[str, Tensor], x: Tensor, units: Sequence[Units]) -> None:
-    """Refuse units that are not: move all of them about and see whether the net still computes the same.
-
-    Args:
-        net: the network, for its name.
-        call: ``call(state, x)`` gives the net's outputs in eval mode.
-        state: the net's entries.
-        x: some inputs.
-        units: the units.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def varied(value: Tensor) -> Tensor:  # at first many entries are equal, as those of normalisation layers
-        noise = 0.1 * torch.rand(value.shape, generator=generator, dtype=torch.float64)
-        return value.double() + noise.to(value.device)
-
-    before = {name: varied(value) if value.is_floating_point() else value for name, value in state.items()}
-    after, x = before, x.double() if x.is_floating_point() else x
-    for group in units:
-        after = group.placed(after, torch.randperm(group.width, generator=generator))
-    with torch.no_grad():
-        expected, found = call(before, x), call(after, x)
-    if not torch.allclose(expected, found, rtol=0.0, atol=1e-9 * float(expected.abs().max())):
-        raise FederationError(_cannot(net))
-
-
-def _cannot(net: nn.Module) -> str:
-    return (
-        f"It cannot be told which hidden units of {type(net).__name__} may change places: declare them in its method "
-        "units(), as fl_lightning.nets.FedNet says."
-    )
 
 
 @torch.no_grad()

@@ -48,7 +48,15 @@ def test_every_different_run_of_every_table_parses() -> None:
         def instantiate_classes(self) -> None:
             """Only parse."""
 
-    runs = {config_hash(config_of(cell)): config_of(cell) for found in tables().values() for cell in found}
+    def kind(value: Any) -> Any:
+        """What tells configurations that are parsed differently: names and classes, not numbers."""
+        if isinstance(value, dict):
+            return tuple(sorted((key, kind(item)) for key, item in value.items()))
+        return value if isinstance(value, str) else type(value).__name__
+
+    configs = [config_of(cell) for found in tables().values() for cell in found]
+    assert len({config_hash(config) for config in configs}) > 200
+    runs = {kind(config): config for config in configs}
     assert len(runs) > 50
     for config in runs.values():
         assert Parsed(args=config, run=False).config["model"]["class_path"] == config["model"]["class_path"]
@@ -205,3 +213,69 @@ def test_list_show_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_cell_of_the_file_has_the_keys_that_results_need() -> None:
     for cell in tables_module._read("published.yaml")["results"]:
         assert {"paper", "table", "dataset", "partition", "method", "metric", "value"} <= cell.keys()
+
+
+GLOBAL: dict[str, Any] = {
+    "trainer": {"max_epochs": 3},
+    "model": {
+        "class_path": "fl_lightning.methods.FedDAF",
+        "init_args": {**TINY["model"]["init_args"], "feature_stats": True, "warmup": 1, "fit_steps": 5},
+    },
+    "data": {
+        "class_path": "fl_lightning.datamodules.Digits",
+        "init_args": {
+            "limit": 800,
+            "partition": {
+                "class_path": "fl_lightning.datamodules.DominantClass",
+                "init_args": {"clients": 5, "shards_per_class": 10},
+            },
+        },
+    },
+}
+
+
+def test_global_accuracy_loss_weights_and_times_of_a_run(tmp_path: Path) -> None:
+    """The clients' test sets make up the global one: its accuracy is their mean, weighted by their sizes."""
+    result = cells.run_cell(tmp_path, GLOBAL, seed=0)
+    curves, times = result["curves"], result["times"]
+    assert {len(curve) for curve in (*curves.values(), *times.values()) if curve is not curves.get("fusion/error")} >= {
+        3
+    }
+    assert {"global_test_acc", "local_test_acc", "train_loss", "fusion/largest", "fusion/effective"} <= curves.keys()
+    assert result["metrics"]["global_test_acc"] == curves["global_test_acc"][-1]
+    assert result["metrics"]["global_test_acc_last5"] == pytest.approx(sum(curves["global_test_acc"]) / 3)
+    assert abs(curves["global_test_acc"][-1] - curves["local_test_acc"][-1]) < 2
+    assert len(set(curves["global_test_acc"])) > 1
+    assert times["elapsed"] == sorted(times["elapsed"])
+    assert curves["train_loss"][-1] < curves["train_loss"][0]
+
+
+def test_pictures_by_round_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = {"paper": "feddaf", "table": "Table 1", "dataset": "digits", "partition": "eta", "metric": "global_test_acc"}
+    rows = [{**cell, "method": "feddaf", "model": "a"}, {**cell, "method": "fedavg", "model": "b"}]
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(GLOBAL)))
+    monkeypatch.setattr(reproduce, "table", lambda name: rows)
+    cells.run_cell(tmp_path / "runs", GLOBAL, 0)
+    reproduce.draw(tmp_path / "runs", "feddaf/table1", rows, [0], None, tmp_path)
+    expected = {f"results-feddaf-table1-digits-eta-{m}{k}.png" for m in "ab" for k in ("", "-loss", "-time")}
+    assert {path.name for path in tmp_path.glob("*.png")} == expected
+    measured = reproduce.measure(tmp_path / "runs", rows[0], [0], None)
+    assert measured is not None
+    assert "mean_of_last_5_rounds" in measured
+
+
+def test_feddaf_settings_reach_the_run() -> None:
+    cells_of_table = table("feddaf/table1")
+    (cell,) = select(cells_of_table, {"dataset": "fmnist", "method": "feddaf"})
+    config = config_of(cell)
+    assert config["data"]["init_args"]["partition"]["init_args"] == {"clients": 50, "eta": 0.5}
+    assert config["model"]["init_args"]["net"]["class_path"].endswith("LeNetBN")
+    nets = {config_of(c)["model"]["init_args"]["net"]["class_path"] for c in select(cells_of_table, {"model": "lenet"})}
+    assert nets == {"fl_lightning.nets.LeNetBN"}  # the same network for all methods
+    assert len({c["method"] for c in select(cells_of_table, {"dataset": "sent140"})}) == 9
+    (cell,) = select(table("feddaf/figure6"), {"method": "fedavg", "eta": "1.0"})
+    assert config_of(cell)["data"]["init_args"]["partition"]["init_args"]["eta"] == 1.0
+    (cell,) = select(table("feddaf/figure7"), {"method": "ifca", "clients": "100"})
+    assert config_of(cell)["data"]["init_args"]["partition"]["init_args"]["clients"] == 100
+    (cell,) = select(cells_of_table, {"model": "resnet18", "method": "fedma"})
+    assert tables_module.scale_of(cell) == "5,000 images, 10 clients, 10 rounds of 1 epoch"

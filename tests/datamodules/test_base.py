@@ -222,3 +222,26 @@ def test_own_lists_that_cannot_be(tensors: tuple[Tensor, Tensor], kwargs: dict[s
 def test_own_tensors_that_do_not_fit(tensors: tuple[Tensor, Tensor]) -> None:
     with pytest.raises(FederationError, match="59 inputs and 60 targets"):
         TensorFederation(tensors[0][:59], tensors[1])
+
+
+def test_limit_takes_the_same_share_of_every_class_and_keeps_official_rows_apart() -> None:
+    y = torch.tensor([0] * 60 + [1] * 30 + [0] * 20 + [1] * 10)
+    data = TensorFederation(
+        torch.arange(120.0)[:, None], y, train_size=90, users=[str(i) for i in range(120)], limit=40, seed=1
+    )
+    samples = data.samples
+    rows = samples.inputs[:, 0].long()
+    assert samples.targets.bincount().tolist() == [27, 13]
+    assert torch.equal(rows, rows.sort().values)
+    assert torch.equal(samples.targets, y[rows])
+    assert samples.train_size == int((rows < 90).sum())
+    assert samples.users == [str(int(i)) for i in rows]
+    again = TensorFederation(torch.arange(120.0)[:, None], y, limit=40, seed=1).samples
+    other = TensorFederation(torch.arange(120.0)[:, None], y, limit=40, seed=2).samples
+    assert torch.equal(again.inputs, samples.inputs)
+    assert not torch.equal(other.inputs, samples.inputs)
+    assert len(TensorFederation(y[:, None].float(), y, limit=500).samples.targets) == 120
+    with pytest.raises(FederationError, match="limit must be at least 1"):
+        TensorFederation(y[:, None].float(), y, limit=0)
+    with pytest.raises(FederationError, match="leave it out where index lists"):
+        TensorFederation(y[:, None].float(), y, train=[[0, 1]], test=[[2]], limit=5)

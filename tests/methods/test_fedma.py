@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.models.densenet import _DenseBlock
+from torchvision.models.mobilenetv2 import InvertedResidual
+from torchvision.models.resnet import BasicBlock
 
 from fl_lightning.callbacks import FederatedCallback
 from fl_lightning.engine import entries
@@ -18,8 +21,9 @@ from fl_lightning.methods import FedAvg, FedMA
 from fl_lightning.methods.fedma import OWN, PLACES, stages_of
 from fl_lightning.methods.matching import Matching
 from fl_lightning.nets import CNNCifar, FedNet, LeNet5, LeNetBN
+from fl_lightning.nets.derive import chain_units, check_units, derived_units
 from fl_lightning.nets.norms import add_norms
-from fl_lightning.nets.units import Units, chain_units, check_units, recurrent_units, units_between
+from fl_lightning.nets.units import Units, recurrent_units, units_between
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
@@ -78,6 +82,24 @@ class Lstm(FedNet):
         return recurrent_units(self, "lstm", ["head"], ["norm"])
 
 
+class Blocks(nn.Module):
+    """One of each of torchvision's blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2),
+            BasicBlock(4, 4),
+            InvertedResidual(4, 4, 1, 1),
+            InvertedResidual(4, 4, 1, 3),
+            _DenseBlock(2, 4, 2, 3, 0.0),
+        )
+        self.head = nn.Linear(10, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
 NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "mlp": (lambda: mlp(hidden=(16, 8)), (20,)),
     "lenet": (lambda: LeNet5(num_classes=CLASSES), (1, 28, 28)),
@@ -85,6 +107,7 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "cnn without biases": (lambda: CNNCifar(num_classes=CLASSES), (3, 32, 32)),
     "added norms": (lambda: add_norms(mlp(hidden=(16, 8))), (20,)),
     "residual": (Residual, (1, 10, 10)),
+    "torchvision's blocks": (Blocks, (1, 10, 10)),
     "bilstm": (Lstm, (4, 3)),
     "two layers of gru": (lambda: Lstm("GRU", 2), (4, 3)),
     "rnn one way": (lambda: Lstm("RNN", 1, False), (4, 3)),
@@ -109,7 +132,7 @@ def inputs(name: str, number: int = 6) -> Tensor:
 
 def units_of(net: Any, x: Tensor) -> list[Units]:
     declared = net.units() if isinstance(net, FedNet) else None
-    return chain_units(net, x) if declared is None else declared
+    return derived_units(net, x) if declared is None else declared
 
 
 def output(net: nn.Module, state: dict[str, Tensor], x: Tensor) -> Tensor:
