@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, Trainer
 
 from fl_lightning.cli.tables import Config, config_hash
 from fl_lightning.errors import FederationError
+from fl_lightning.metrics.fairness import scored
 from fl_lightning.module import FederatedModule
 
 RESULT, CHECKPOINT, PROGRESS = "result.json", "last.ckpt", "progress.txt"
@@ -23,6 +24,8 @@ RESULT, CHECKPOINT, PROGRESS = "result.json", "last.ckpt", "progress.txt"
 EVERY = 10
 #: Rounds over which the last accuracies are averaged, beside that of the final one.
 LAST = 5
+#: The accuracy, in percent, whose first round is noted.
+GOAL = 98
 
 
 class Recorder(Callback):
@@ -133,33 +136,41 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
     recorder = next(c for c in trainer.callbacks if isinstance(c, Recorder))  # type: ignore[attr-defined]
     if not recorder.curves:
         raise FederationError("The run ended without a validated round: give it at least one round.")
-    state, final, last = module.server_state(), accuracies(module), recorder.curves["local_test_acc"][-LAST:]
+    state, final, curve = module.server_state(), accuracies(module), recorder.curves["local_test_acc"]
+    scores = 100 * module.evaluator.scores["val"]
     metrics = {
         **final,
-        f"local_test_acc_last{LAST}": sum(last) / len(last),
-        "variance": float((100 * module.evaluator.scores["val"]).var(correction=0)),
+        f"local_test_acc_last{LAST}": sum(curve[-LAST:]) / len(curve[-LAST:]),
+        "best_acc": max(curve),
+        "variance": float(scored(scores).var(correction=0)),
         "parameters": sum(state[name].numel() for name in module.shared_names),
+        "bytes_per_round": (module.bytes_up + module.bytes_down) / len(curve),
     }
+    if max(curve) >= GOAL:
+        metrics[f"rounds_to_{GOAL}"] = 1 + next(i for i, accuracy in enumerate(curve) if accuracy >= GOAL)
     if "minority" in final:
         metrics["gap"] = final["majority"] - final["minority"]
     return {
         "metrics": metrics,
-        "rounds": len(recorder.curves["local_test_acc"]),
+        "rounds": len(curve),
         "seconds": round(recorder.elapsed(), 1),
         "engine": getattr(module.engine, "choice", None) or module.engine.name,
         "bytes": [module.bytes_up, module.bytes_down],
         "curves": recorder.curves,
-        "clients": [round(float(value), 4) for value in 100 * module.evaluator.scores["val"]],
+        "clients": [None if value.isnan() else round(float(value), 4) for value in scores],
         "modes": [int(mode) for mode in module.federation.meta.get("mode", [])],
     }
 
 
 def accuracies(module: FederatedModule) -> dict[str, float]:
-    """Mean accuracy in percent over all clients, and over majority and minority where clients have two modes."""
+    """Mean accuracy in percent over clients, and over majority and minority where clients have two modes.
+
+    Clients that are not evaluated (``eval_only``) are left out.
+    """
     scores, modes = 100 * module.evaluator.scores["val"], module.federation.meta.get("mode")
-    found = {"local_test_acc": float(scores.mean())}
+    found = {"local_test_acc": float(scores.nanmean())}
     if modes is not None and len(set(modes)) == 2:
         members = [scores[torch.tensor([m == mode for m in modes])] for mode in set(modes)]
         minority, majority = sorted(members, key=len)
-        found |= {"majority": float(majority.mean()), "minority": float(minority.mean())}
+        found |= {"majority": float(majority.nanmean()), "minority": float(minority.nanmean())}
     return found

@@ -9,19 +9,31 @@ from typing import Any
 import numpy as np
 
 #: Okabe and Ito's colours, told apart by everyone, and line styles for print.
-STYLES = (("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#E69F00", "-"), ("#56B4E9", "--"))
+STYLES = (
+    *(("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":")),
+    *(("#E69F00", "-"), ("#56B4E9", "--"), ("#000000", "-."), ("#888888", ":")),
+)
 #: Results of the seeds of one method.
 Runs = Sequence[Mapping[str, Any]]
 
 
-def curves(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """Mean local test accuracy by round, one line per method, averaged over seeds (the papers' figures 4 and 7)."""
+def curves(runs: Mapping[str, Runs], path: Path, title: str, best: bool = False) -> None:
+    """Mean local test accuracy by round, one line per method, averaged over seeds (the papers' figures 4 and 7).
+
+    Args:
+        runs: results by method.
+        path: where the picture goes.
+        title: its title.
+        best: whether each seed's best accuracy up to a round is drawn in the place of that round's own.
+    """
 
     def draw(axes: Any) -> None:
         for (colour, line), (method, results) in zip(STYLES, runs.items(), strict=False):
-            mean = _mean(results, "local_test_acc")
+            each = [result["curves"]["local_test_acc"] for result in results]
+            mean = np.mean(np.maximum.accumulate(each, axis=1) if best else each, axis=0)
             axes.plot(range(1, len(mean) + 1), mean, color=colour, linestyle=line, label=method)
-        axes.set(xlabel="round", ylabel="mean local test accuracy (%)", title=title)
+        what = "best accuracy so far (%)" if best else "mean local test accuracy (%)"
+        axes.set(xlabel="round", ylabel=what, title=title)
 
     _picture(draw, path)
 

@@ -18,7 +18,19 @@ from fl_lightning.cli import figures
 from fl_lightning.cli.cells import cached, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
-from fl_lightning.cli.tables import Cell, Config, beside, config_hash, config_of, label, select, table, tables
+from fl_lightning.cli.tables import (
+    Cell,
+    Config,
+    beside,
+    config_hash,
+    config_of,
+    label,
+    run_metric,
+    scale_of,
+    select,
+    table,
+    tables,
+)
 from fl_lightning.errors import FederationError
 
 Measured = dict[str, Any]
@@ -111,7 +123,9 @@ def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Mea
     config, other = _config(cell, rounds), beside(cell)
     found = {seed: result for seed in seeds if (result := cached(root, config, seed)) is not None}
     if other is None:
-        values = [result["metrics"][cell["metric"]] for result in found.values() if cell["metric"] in result["metrics"]]
+        metric = run_metric(cell)
+        found = {seed: result for seed, result in found.items() if metric in result["metrics"]}
+        values = [result["metrics"][metric] for result in found.values()]
     else:
         base = {seed: cached(root, _config(other, rounds), seed) for seed in found}
         found = {seed: result for seed, result in found.items() if base[seed] is not None}
@@ -119,12 +133,14 @@ def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Mea
     if not values:
         return None
     run, whole = config["trainer"]["max_epochs"], config_of(cell)["trainer"]["max_epochs"]
+    smaller = [text for text in (scale_of(cell), f"{run} of {whole} rounds" if run != whole else None) if text]
     measured = {
         "mean": round(statistics.fmean(values), 4),
         "std": round(statistics.stdev(values), 4) if len(values) > 1 else None,
         "seeds": sorted(found),
         "rounds": run,
-        "scale": "full" if run == whole else f"{run} of {whole} rounds",
+        "scale": ", ".join(smaller) or "full",
+        "seconds": round(statistics.fmean(result["seconds"] for result in found.values()), 1),
         "config_hash": config_hash(config),
     }
     if cell["metric"] == "local_test_acc":
@@ -157,6 +173,7 @@ def cells_of(row: Cell) -> Iterator[str]:
 def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
     """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    of_the_best = {(cell["dataset"], cell["partition"]) for cell in cells if run_metric(cell) == "best_acc"}
     for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
         plain = not any(key in cell for key in ("E", "F", "l1_weight"))
         results = [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
@@ -164,8 +181,9 @@ def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int
             groups.setdefault((cell["dataset"], cell["partition"]), {})[cell["method"]] = results
     folder.mkdir(parents=True, exist_ok=True)
     for (dataset, partition), runs in groups.items():
-        stem, title = f"results-{name.replace('/', '-')}-{dataset}-{partition}", f"{dataset}, {partition}"
-        figures.curves(runs, folder / f"{stem}.png", title)
+        stem = f"results-{name.replace('/', '-')}-{dataset}-{partition.replace('*', '-star')}"
+        title = f"{dataset}, {partition}"
+        figures.curves(runs, folder / f"{stem}.png", title, best=(dataset, partition) in of_the_best)
         if all("minority" in result["curves"] for results in runs.values() for result in results):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
