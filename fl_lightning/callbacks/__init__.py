@@ -1,5 +1,6 @@
 """Callbacks for federated runs."""
 
+from fl_lightning.callbacks.agents import AgentWeightsCallback
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.factors import FactorsCallback
 from fl_lightning.callbacks.fairness import FairnessCallback
@@ -10,6 +11,7 @@ from fl_lightning.progress import (
 )
 
 __all__ = [
+    "AgentWeightsCallback",
     "FactorsCallback",
     "FairnessCallback",
     "FederatedCallback",

@@ -171,11 +171,11 @@ def cells_of(row: Cell) -> Iterator[str]:
 
 
 def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
-    """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
+    """Pictures of finished runs of a table, one set for each data set and partition of the cells."""
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
-    of_the_best = {(cell["dataset"], cell["partition"]) for cell in cells if run_metric(cell) == "best_acc"}
-    for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
-        plain = not any(key in cell for key in ("E", "F", "l1_weight"))
+    asked = {(cell["dataset"], cell["partition"]): run_metric(cell) == "best_acc" for cell in reversed(cells)}
+    for cell in [cell for cell in table(name) if (cell["dataset"], cell["partition"]) in asked]:
+        plain = cell["metric"] != "parameters" and not any(key in cell for key in ("E", "F", "l1_weight"))
         results = [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
         if plain and results:
             groups.setdefault((cell["dataset"], cell["partition"]), {})[cell["method"]] = results
@@ -183,7 +183,7 @@ def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int
     for (dataset, partition), runs in groups.items():
         stem = f"results-{name.replace('/', '-')}-{dataset}-{partition.replace('*', '-star')}"
         title = f"{dataset}, {partition}"
-        figures.curves(runs, folder / f"{stem}.png", title, best=(dataset, partition) in of_the_best)
+        figures.curves(runs, folder / f"{stem}.png", title, best=asked[dataset, partition])
         if all("minority" in result["curves"] for results in runs.values() for result in results):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
