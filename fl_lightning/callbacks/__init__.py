@@ -1,5 +1,6 @@
 """Callbacks for federated runs."""
 
+from fl_lightning.callbacks.agents import AgentWeightsCallback
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.bias import ParameterBiasCallback
 from fl_lightning.callbacks.clusters import ClustersCallback
@@ -17,6 +18,7 @@ from fl_lightning.progress import (
 )
 
 __all__ = [
+    "AgentWeightsCallback",
     "ClustersCallback",
     "Dashboard",
     "FactorsCallback",

@@ -8,7 +8,6 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from lightning.pytorch import Callback, Trainer
 
 from fl_lightning.cli.tables import Config, config_hash
 from fl_lightning.errors import FederationError
+from fl_lightning.metrics.fairness import scored
 from fl_lightning.module import FederatedModule
 
 RESULT, CHECKPOINT, PROGRESS = "result.json", "last.ckpt", "progress.txt"
@@ -24,8 +24,10 @@ RESULT, CHECKPOINT, PROGRESS = "result.json", "last.ckpt", "progress.txt"
 EVERY = 10
 #: Rounds over which the last accuracies are averaged, beside that of the final one.
 LAST = 5
-#: Accuracies that stand for a run, the first that it has: one model for all is meant to be good everywhere.
-HEADLINES = ("global_test_acc", "local_test_acc")
+#: Accuracies of which the last are averaged.
+ACCURACIES = ("global_test_acc", "local_test_acc")
+#: The accuracy, in percent, whose first round is noted.
+GOAL = 98
 
 
 class Recorder(Callback):
@@ -57,7 +59,7 @@ class Recorder(Callback):
             self.times.setdefault(name, []).append(round(value, 3))
         if self.path is not None:
             rounds = f"{trainer.current_epoch + 1} of {trainer.max_epochs} rounds"
-            Path(self.path).write_text(f"{rounds}, {self.curves[headline(self.curves)][-1]:.2f}\n")
+            Path(self.path).write_text(f"{rounds}, {self.curves['local_test_acc'][-1]:.2f}\n")
 
     def elapsed(self) -> float:
         """Seconds of training so far, over all resumptions."""
@@ -163,26 +165,31 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
     recorder = next(c for c in trainer.callbacks if isinstance(c, Recorder))  # type: ignore[attr-defined]
     if not recorder.curves:
         raise FederationError("The run ended without a validated round: give it at least one round.")
-    state, final = module.server_state(), accuracies(module)
-    last = {name: curve[-LAST:] for name, curve in recorder.curves.items() if name in HEADLINES}
+    state, final, scores = module.server_state(), accuracies(module), 100 * module.evaluator.scores["val"]
+    last = {name: curve[-LAST:] for name, curve in recorder.curves.items() if name in ACCURACIES}
+    curve = recorder.curves["local_test_acc"]
     metrics = {
         **{name: curve[-1] for name, curve in last.items()},
         **final,
         **{f"{name}_last{LAST}": sum(curve) / len(curve) for name, curve in last.items()},
-        "variance": float((100 * module.evaluator.scores["val"]).var(correction=0)),
+        "best_acc": max(curve),
+        "variance": float(scored(scores).var(correction=0)),
         "parameters": sum(state[name].numel() for name in module.shared_names),
+        "bytes_per_round": (module.bytes_up + module.bytes_down) / len(curve),
     }
+    if max(curve) >= GOAL:
+        metrics[f"rounds_to_{GOAL}"] = 1 + next(i for i, accuracy in enumerate(curve) if accuracy >= GOAL)
     if "minority" in final:
         metrics["gap"] = final["majority"] - final["minority"]
     return {
         "metrics": metrics,
-        "rounds": len(recorder.curves["local_test_acc"]),
+        "rounds": len(curve),
         "seconds": round(recorder.elapsed(), 1),
         "engine": module.engine.choice,
         "bytes": [module.bytes_up, module.bytes_down],
         "curves": recorder.curves,
         "times": recorder.times,
-        "clients": [round(float(value), 4) for value in 100 * module.evaluator.scores["val"]],
+        "clients": [None if value.isnan() else round(float(value), 4) for value in scores],
         "modes": [int(mode) for mode in module.federation.meta.get("mode", [])],
     }
 
@@ -196,17 +203,15 @@ def logged(trainer: Trainer, module: FederatedModule) -> dict[str, float]:
     return found | {name: float(v) for name, v in module.summary.items() if not name.startswith(every)}
 
 
-def headline(known: Collection[str]) -> str:
-    """The accuracy that stands for a run, out of those that are known of it."""
-    return next(name for name in HEADLINES if name in known)
-
-
 def accuracies(module: FederatedModule) -> dict[str, float]:
-    """Mean accuracy in percent over all clients, and over majority and minority where clients have two modes."""
+    """Mean accuracy in percent over clients, and over majority and minority where clients have two modes.
+
+    Clients that are not evaluated (``eval_only``) are left out.
+    """
     scores, modes = 100 * module.evaluator.scores["val"], module.federation.meta.get("mode")
-    found = {"local_test_acc": float(scores.mean())}
+    found = {"local_test_acc": float(scores.nanmean())}
     if modes is not None and len(set(modes)) == 2:
         members = [scores[torch.tensor([m == mode for m in modes])] for mode in set(modes)]
         minority, majority = sorted(members, key=len)
-        found |= {"majority": float(majority.mean()), "minority": float(minority.mean())}
+        found |= {"majority": float(majority.nanmean()), "minority": float(minority.nanmean())}
     return found

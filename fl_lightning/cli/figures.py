@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fl_lightning.cli.cells import headline
 from fl_lightning.pictures import STYLES
 
 #: What the axes of pictures say.
@@ -18,10 +17,17 @@ WORDS = {"global_test_acc": "global test accuracy (%)", "local_test_acc": "mean 
 Runs = Sequence[Mapping[str, Any]]
 
 
-def curves(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """Test accuracy by round, one line per method, averaged over seeds."""
-    name = _headline(result for results in runs.values() for result in results)
-    _by_round(runs, name, path, title, WORDS[name])
+def curves(runs: Mapping[str, Runs], path: Path, title: str, name: str, best: bool = False) -> None:
+    """Test accuracy by round, one line per method, averaged over seeds.
+
+    Args:
+        runs: results by method.
+        path: where the picture goes.
+        title: its title.
+        name: which accuracy.
+        best: whether each seed's best accuracy up to a round is drawn in the place of that round's own.
+    """
+    _by_round(runs, name, path, title, f"best {WORDS[name]} so far" if best else WORDS[name], best)
 
 
 def losses(runs: Mapping[str, Runs], path: Path, title: str) -> None:
@@ -29,19 +35,19 @@ def losses(runs: Mapping[str, Runs], path: Path, title: str) -> None:
     _by_round(runs, "train_loss", path, title, "mean training loss")
 
 
-def _by_round(runs: Mapping[str, Runs], name: str, path: Path, title: str, words: str) -> None:
+def _by_round(runs: Mapping[str, Runs], name: str, path: Path, title: str, words: str, best: bool = False) -> None:
     def draw(axes: Any) -> None:
         for (colour, line), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
-            mean = _mean(results, name)
+            each = [result["curves"][name] for result in results]
+            mean = np.mean(np.maximum.accumulate(each, axis=1) if best else each, axis=0)
             axes.plot(range(1, len(mean) + 1), mean, color=colour, linestyle=line, label=method)
         axes.set(xlabel="round", ylabel=words, title=title)
 
     _picture(draw, path)
 
 
-def by_time(runs: Mapping[str, Runs], path: Path, title: str) -> None:
+def by_time(runs: Mapping[str, Runs], path: Path, title: str, name: str) -> None:
     """Test accuracy over seconds of the run, validation included, averaged over seeds (FedDAF's figure 3)."""
-    name = _headline(result for results in runs.values() for result in results)
 
     def draw(axes: Any) -> None:
         for (colour, line), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
@@ -84,9 +90,8 @@ def distribution(runs: Mapping[str, Runs], path: Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: str) -> None:
+def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: str, about: str) -> None:
     """Final accuracy over a setting, mean and standard deviation over seeds; what is no number is a level line."""
-    about = _headline(result for runs in lines.values() for results in runs.values() for result in results)
 
     def draw(axes: Any) -> None:
         for (colour, style), (name, runs) in zip(cycle(STYLES), lines.items(), strict=False):
@@ -100,11 +105,6 @@ def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: 
         axes.set(xlabel=key, ylabel=WORDS[about], title=title)
 
     _picture(draw, path)
-
-
-def _headline(results: Iterable[Mapping[str, Any]]) -> str:
-    """The accuracy that all of these results have."""
-    return headline(set.intersection(*(set(result["curves"]) for result in results)))
 
 
 def _mean(results: Runs, name: str) -> Any:

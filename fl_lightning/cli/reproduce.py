@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.cli import figures
-from fl_lightning.cli.cells import cached, headline, progress_of, run_cell
+from fl_lightning.cli.cells import cached, progress_of, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
 from fl_lightning.cli.tables import (
@@ -26,6 +26,7 @@ from fl_lightning.cli.tables import (
     config_of,
     label,
     line_name,
+    run_metric,
     scale_of,
     select,
     studies,
@@ -116,7 +117,7 @@ def _run_all(console: Console, root: Path, runs: dict[str, Config], seeds: list[
             for done, future in enumerate(ended, done + 1):
                 config, seed = waiting[future]
                 result = future.result()
-                accuracy, seconds = result["metrics"][headline(result["metrics"])], result["seconds"]
+                accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
                 line = f"{done}/{len(todo)} {_name(config, seed)}: {accuracy:.2f} in {seconds:.0f} s"
                 view.print(line)
             running = [(waiting[future], part) for future in left if (part := progress_of(root, *waiting[future]))]
@@ -135,7 +136,9 @@ def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Mea
     config, other = _config(cell, rounds), beside(cell)
     found = {seed: result for seed in seeds if (result := cached(root, config, seed)) is not None}
     if other is None:
-        values = [result["metrics"][cell["metric"]] for result in found.values() if cell["metric"] in result["metrics"]]
+        metric = run_metric(cell)
+        found = {seed: result for seed, result in found.items() if metric in result["metrics"]}
+        values = [result["metrics"][metric] for result in found.values()]
     else:
         base = {seed: cached(root, _config(other, rounds), seed) for seed in found}
         found = {seed: result for seed, result in found.items() if base[seed] is not None}
@@ -150,6 +153,7 @@ def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Mea
         "seeds": sorted(found),
         "rounds": run,
         "scale": ", ".join(smaller) or "full",
+        "seconds": round(statistics.fmean(result["seconds"] for result in found.values()), 1),
         "config_hash": config_hash(config),
     }
     last = [
@@ -182,13 +186,14 @@ def cells_of(row: Cell) -> Iterator[str]:
 
 
 def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
-    """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
+    """Pictures of finished runs of a table, one set for each data set, partition and net of the cells."""
     groups: dict[tuple[str, ...], dict[str, list[dict[str, Any]]]] = {}
     nets: dict[tuple[str, str], set[str | None]] = {}
     for cell in table(name):
         nets.setdefault((cell["dataset"], cell["partition"]), set()).add(cell.get("model"))
     varied = [study["x"] for study in studies(name)]
-    for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
+    asked = {_about(cell, nets): run_metric(cell) == "best_acc" for cell in reversed(cells)}
+    for cell in [cell for cell in table(name) if cell["metric"] != "parameters" and _about(cell, nets) in asked]:
         plain = not any(key in cell for key in ("E", "F", "l1_weight", *varied))
         results = _finished(root, cell, seeds, rounds)
         if plain and results:
@@ -197,14 +202,21 @@ def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int
     for study in studies(name):
         draw_study(root, name, study, seeds, rounds, folder)
     for about, runs in groups.items():
-        stem, title = f"results-{'-'.join([name.replace('/', '-'), *about])}", ", ".join(about)
-        figures.curves(runs, folder / f"{stem}.png", title)
-        if all("global_test_acc" in result["curves"] for results in runs.values() for result in results):
+        stem = f"results-{'-'.join([name.replace('/', '-'), *about])}".replace("*", "-star")
+        title = ", ".join(about)
+        figures.curves(runs, folder / f"{stem}.png", title, accuracy_of(name), best=asked[about])
+        if accuracy_of(name) == "global_test_acc":
             figures.losses(runs, folder / f"{stem}-loss.png", title)
-            figures.by_time(runs, folder / f"{stem}-time.png", title)
+            figures.by_time(runs, folder / f"{stem}-time.png", title, accuracy_of(name))
         if all("minority" in result["curves"] for results in runs.values() for result in results):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
+
+
+def accuracy_of(name: str) -> str:
+    """The accuracy that a table is about."""
+    shared = any(cell["metric"] == "global_test_acc" for cell in table(name))
+    return "global_test_acc" if shared else "local_test_acc"
 
 
 def _about(cell: Cell, nets: dict[tuple[str, str], set[str | None]]) -> tuple[str, ...]:
@@ -224,7 +236,7 @@ def draw_study(
             lines.setdefault(str(cell[study["line"]]), {})[cell[study["x"]]] = results
     if lines:
         path = folder / f"results-{name.replace('/', '-')}-by-{study['x']}.png"
-        figures.study(lines, path, name, study["x"])
+        figures.study(lines, path, name, study["x"], accuracy_of(name))
 
 
 def _finished(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> list[dict[str, Any]]:

@@ -90,8 +90,14 @@ def config_of(cell: Cell) -> Config:
 def scale_of(cell: Cell) -> str | None:
     """What the recipe says about a cell that it runs smaller than the paper does, None where it does not."""
     rules = (rule for recipe in recipes() if cell.get("paper") in recipe["papers"] for rule in recipe["rules"])
-    said = [rule["scale"] for rule in rules if "scale" in rule and _fits(cell, rule.get("when", {}))]
+    said: list[str] = [rule["scale"] for rule in rules if "scale" in rule and _fits(cell, rule.get("when", {}))]
     return said[-1] if said else None
+
+
+def run_metric(cell: Cell) -> str:
+    """What a cell's metric is called in a run's result."""
+    metric: str = cell["metric"]
+    return OF_THE_AGENT.get(metric, metric)
 
 
 def beside(cell: Cell) -> Cell | None:
@@ -164,8 +170,11 @@ def _nested(path: list[str], value: Any) -> Config:
     return {path[0]: value if len(path) == 1 else _nested(path[1:], value)}
 
 
+#: What metrics of one agent are called in a run that evaluates that agent alone.
+OF_THE_AGENT = {"best_alice_test_acc_over_rounds": "best_acc", "final_alice_test_acc": "local_test_acc"}
 #: Metrics that a finished run answers.
 METRICS = (
     *("local_test_acc", "majority", "minority", "gap", "variance", "parameters", "gain_over_fedavg"),
-    "global_test_acc",
+    *("global_test_acc", "best_acc", "rounds_to_98", "bytes_per_round"),
+    *OF_THE_AGENT,
 )

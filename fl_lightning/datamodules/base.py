@@ -69,6 +69,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         val_fraction: part of each client's training samples that is held out for validation.
         seed: decides the partition and who trains when; unless given, the seed of ``seed_everything``, else 0.
         eval_clients: clients evaluated in one batch.
+        eval_only: the clients that are evaluated; None means all of them.
         augment: whether training batches are augmented, for data that knows how.
         manifest: a manifest written by ``fl-lightning partition``; its partition is used, and data that differs from
             the data it was made with is refused.
@@ -90,6 +91,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         augment: bool = False,
         manifest: str | None = None,
         limit: int | None = None,
+        eval_only: list[int] | None = None,
     ) -> None:
         super().__init__()
         if not 0 < fraction <= 1:
@@ -104,6 +106,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.val_fraction = val_fraction
         self.seed = seeding.default_seed() if seed is None else seed
         self.eval_clients = eval_clients
+        self.eval_only = eval_only
         self.augment = augment
         if limit is not None and limit < 1:
             raise FederationError(f"limit must be at least 1, not {limit}: leave it out to use all samples.")
@@ -226,13 +229,17 @@ class FederatedDataModule(LightningDataModule, ABC):
         return Tick()
 
     def val_dataloader(self) -> ClientChunks:
-        """All clients, ``eval_clients`` at a time."""
-        return ClientChunks(self.federation.num_clients, self.eval_clients)
+        """All clients or ``eval_only``, ``eval_clients`` at a time."""
+        everyone = range(self.federation.num_clients)
+        strangers = sorted(set(self.eval_only or ()) - set(everyone))
+        if strangers or self.eval_only == []:
+            raise FederationError(f"eval_only must name some of the clients 0 to {everyone[-1]}, not {strangers}.")
+        return ClientChunks(everyone if self.eval_only is None else sorted(set(self.eval_only)), self.eval_clients)
 
     def test_dataloader(self) -> ClientChunks:
-        """All clients, ``eval_clients`` at a time."""
+        """As in validation."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> ClientChunks:
-        """All clients, ``eval_clients`` at a time."""
+        """As in validation."""
         return self.val_dataloader()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,23 +22,23 @@ class Tick:
 
 
 class ClientChunks:
-    """The evaluation "loader": the numbers of all clients, some at a time.
+    """The evaluation "loader": the numbers of the clients, some at a time.
 
     Args:
-        clients: number of clients.
+        clients: which clients.
         size: clients in a chunk.
 
     Example:
-        >>> [chunk.tolist() for chunk in ClientChunks(5, 2)]
+        >>> [chunk.tolist() for chunk in ClientChunks(range(5), 2)]
         [[0, 1], [2, 3], [4]]
     """
 
-    def __init__(self, clients: int, size: int) -> None:
-        self.clients = clients
+    def __init__(self, clients: Sequence[int], size: int) -> None:
+        self.clients = torch.tensor(list(clients))
         self.size = size
 
     def __len__(self) -> int:
-        return -(-self.clients // self.size)
+        return -(-len(self.clients) // self.size)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (torch.arange(i, min(i + self.size, self.clients)) for i in range(0, self.clients, self.size))
+        return iter(torch.split(self.clients, self.size))

@@ -219,19 +219,3 @@ class AgentsOfInterest(FederatedModule):
 def one_hot(clients: int, agent: int) -> Tensor:
     """All weight on the agent of interest, shape (clients,)."""
     return torch.nn.functional.one_hot(torch.tensor(agent), clients).double()
-
-
-def local_since(weights: Tensor, agent: int) -> int | None:
-    """The round, from 1, from which on the agent of interest trained alone; None if it still does not.
-
-    Args:
-        weights: its federation's weights, shape (rounds, clients).
-        agent: the agent.
-
-    Example:
-        >>> local_since(torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.9, 0.1], [1.0, 0.0], [1.0, 0.0]]), 0)
-        4
-    """
-    mixed = torch.nonzero(~(weights[:, agent] >= 1)).flatten()
-    since = int(mixed[-1]) + 2 if len(mixed) else 1
-    return since if since <= len(weights) else None

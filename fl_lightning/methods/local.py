@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
 
 
 class Local(FederatedModule):
-    """No messages: each client keeps its own model and trains it in every round, all from the same initial one."""
+    """No messages: each client keeps its own model and trains it in every round, all from the same initial one.
+
+    Args:
+        net: the network.
+        clients: the clients that train; None means all of them.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`.
+    """
+
+    def __init__(self, net: FedNet, clients: list[int] | None = None, **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+        if clients is not None and (not clients or min(clients) < 0):
+            raise FederationError(f"clients must name at least one client, not {clients}.")
+        self.clients = clients
 
     def is_private(self, name: str) -> bool:
         """Everything stays with the client."""
         return True
 
     def cohort(self, round: int) -> list[int]:
-        """All clients, whatever share the DataModule samples."""
-        return list(range(self.federation.num_clients))
+        """All clients, or those that were asked for, whatever share the DataModule samples."""
+        everyone = range(self.federation.num_clients)
+        chosen = sorted(set(everyone if self.clients is None else self.clients))
+        if chosen[-1] not in everyone:
+            raise FederationError(f"clients must be some of 0 to {everyone[-1]}, not {chosen[-1]}.")
+        return chosen

@@ -81,6 +81,39 @@ def test_one_run_serves_all_cells_that_ask_for_it() -> None:
     assert {config_hash(config_of(c)) for c in accuracy} == {config_hash(config_of(c)) for c in groups}
 
 
+def test_alice_alone_is_evaluated_and_smaller_scales_are_said() -> None:
+    cells_of_table = table("waffle_avg/table1")
+    assert {cell["partition"] for cell in cells_of_table} == {f"distribution_{x}" for x in ("A", "B", "C", "A*", "B*")}
+    for cell in cells_of_table:
+        config = config_of(cell)
+        assert config["data"]["init_args"]["eval_only"] == [0]
+        assert (tables_module.scale_of(cell) is None) == (cell["dataset"] == "mnist")
+        assert (config["trainer"]["max_epochs"] == 100) == (cell["dataset"] == "mnist")
+    asked = {"dataset": "mnist", "partition": "distribution_C", "method": "waffle_avg"}
+    rows = select(cells_of_table, asked)
+    assert [tables_module.run_metric(row) for row in rows] == [
+        *("best_acc", "local_test_acc", "rounds_to_98", "bytes_per_round"),
+    ]
+    assert [row["value"] for row in rows] == [99.0, None, None, None]
+    ours = select(cells_of_table, {**asked, "method": "waffle_avg_weighted_mean"})
+    assert {config_of(row)["model"]["init_args"]["control"] for row in ours} == {"weighted_mean"}
+    assert {config_of(row)["model"]["init_args"]["control"] for row in rows} == {"eq1"}
+    (shifted,) = {config_hash(config_of(c)) for c in select(cells_of_table, {**asked, "partition": "distribution_A*"})}
+    assert shifted not in {config_hash(config_of(row)) for row in rows}
+
+
+def test_best_and_final_accuracy_rounds_and_bytes_of_one_agent(tmp_path: Path) -> None:
+    config = json.loads(json.dumps({**TINY, "trainer": {"max_epochs": 3}}))
+    config["data"]["init_args"]["eval_only"] = [2]
+    result = cells.run_cell(tmp_path, config, seed=0)
+    curve, metrics = result["curves"]["local_test_acc"], result["metrics"]
+    assert [client is not None for client in result["clients"]] == [client == 2 for client in range(12)]
+    assert metrics["local_test_acc"] == pytest.approx(result["clients"][2], abs=1e-3)
+    assert metrics["best_acc"] == max(curve)
+    assert metrics["bytes_per_round"] == 2 * 6 * 4 * metrics["parameters"]  # six clients, up and down
+    assert metrics.get("rounds_to_98") == next((i for i, acc in enumerate(curve, 1) if acc >= 98), None)
+
+
 def test_published_values_are_kept_and_added_cells_have_none() -> None:
     cells_of_table = table("waffle_factor_journal/table2")
     (paper,) = select(cells_of_table, {"dataset": "mnist", "method": "waffle_factor", "partition": "unimodal_Z2"})

@@ -109,6 +109,14 @@ def test_loaders_are_a_tick_and_chunks_of_clients() -> None:
         assert not isinstance(loader, list | torch.utils.data.DataLoader)
 
 
+def test_only_some_clients_are_evaluated() -> None:
+    chunks = digits(eval_clients=2, eval_only=[7, 3, 3, 0]).val_dataloader()
+    assert [chunk.tolist() for chunk in chunks] == [[0, 3], [7]]
+    for wrong in ([], [20], [-1, 2]):
+        with pytest.raises(FederationError, match="eval_only must name some of the clients 0 to 19"):
+            digits(eval_only=wrong).val_dataloader()
+
+
 class Recorder(LightningModule):
     """Notes what a stock Trainer hands over."""
 

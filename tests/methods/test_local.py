@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fl_lightning import seeding
+from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, Local
 from tests.support import blobs, fit, largest_difference, mlp, sgd, weights
 
@@ -29,6 +30,18 @@ def test_equals_fedavg_alone() -> None:
     fit(local, blobs([21]))
     fit(avg, blobs([21]))
     assert largest_difference(local.snapshots[0].private, weights(avg)) < 1e-12
+
+
+def test_some_clients_alone() -> None:
+    some, everyone = Local(mlp(), lr=0.1, clients=[2, 0]), Local(mlp(), lr=0.1)
+    for method in (some, everyone):
+        fit(method, blobs())
+    assert list(some.snapshots) == [0, 2]
+    assert largest_difference(some.snapshots[2].private, everyone.snapshots[2].private) < 1e-12
+    with pytest.raises(FederationError, match="clients must name at least one client"):
+        Local(mlp(), clients=[])
+    with pytest.raises(FederationError, match="clients must be some of 0 to 3, not 4"):
+        fit(Local(mlp(), clients=[1, 4]), blobs())
 
 
 def test_nothing_crosses_and_everyone_trains_in_every_round() -> None:

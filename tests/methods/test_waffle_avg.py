@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fl_lightning.callbacks.agents import local_since
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, Local, WAFFLEAvg
-from fl_lightning.methods.agents import local_since
 from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER
 from fl_lightning.methods.schedules import Constant, Linear, Sigmoid
 from fl_lightning.methods.waffle_avg import NEW, calculate_weights

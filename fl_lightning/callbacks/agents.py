@@ -1,0 +1,150 @@
+"""How much every agent counts, round by round, for the agent of interest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+from fl_lightning.wire import Message
+
+#: With more agents than this only the own share is logged; the picture shows all.
+CURVES = 20
+#: Agents of interest in one picture.
+PANELS = 12
+
+
+@runtime_checkable
+class WeighsAgents(Protocol):
+    """What the callback asks of a method."""
+
+    @property
+    def agents(self) -> list[int]:
+        """The agents of interest."""
+        ...
+
+    def weight_history(self) -> Tensor:
+        """Weights of every round, shape (rounds, agents of interest, clients)."""
+        ...
+
+    def distance_history(self) -> Tensor:
+        """Distances of every round, NaN for clients that did not train, same shape."""
+        ...
+
+
+def local_since(weights: Tensor, agent: int) -> int | None:
+    """The round, from 1, from which on the agent of interest has all the weight; None if it has not.
+
+    Args:
+        weights: its federation's weights, shape (rounds, clients).
+        agent: the agent.
+
+    Example:
+        >>> local_since(torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.9, 0.1], [1.0, 0.0], [1.0, 0.0]]), 0)
+        4
+    """
+    mixed = torch.nonzero(~(weights[:, agent] >= 1)).flatten()
+    since = int(mixed[-1]) + 2 if len(mixed) else 1
+    return since if since <= len(weights) else None
+
+
+class AgentWeightsCallback(Callback):
+    """Logs every agent's weight and distance by round for Weight Erosion, WAFFLEAvg and their like.
+
+    Under ``agents/``: ``weight/<i>`` and ``distance/<i>`` of client i; ``own_weight``, the weight of the agent of
+    interest itself, which is the share of local training: near 1/N at first, 1 when training is local; and once it is,
+    ``local_since``, the round from which on. With several agents of interest the last two are means over them, and
+    weights are drawn but not logged one by one. A method that weighs nobody is refused.
+
+    The weights by round (figure 3 of the WAFFLE paper) are a picture in TensorBoard, ``agents/weights``, and at the end
+    of the fit the file ``agent_weights.png`` in the log folder.
+
+    Args:
+        every: rounds between two pictures in TensorBoard; 0 leaves them out, but for the one at the end.
+        folder: where the picture goes at the end; None means the Trainer's log folder.
+    """
+
+    def __init__(self, every: int = 10, folder: str | None = None) -> None:
+        if every < 0:
+            raise FederationError(f"every must be 0 or more, not {every}.")
+        self.every, self.folder = every, folder
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse methods that weigh nobody."""
+        if not isinstance(pl_module, WeighsAgents):
+            raise FederationError(
+                "AgentWeightsCallback needs a method with an agent of interest, such as WAFFLEAvg, not "
+                f"{type(pl_module).__name__}."
+            )
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """Log the round's weights and distances, and draw the weights so far every so often."""
+        module: Any = pl_module
+        weights, agents = module.weight_history().cpu(), module.agents
+        own = [float(weights[-1, row, agent]) for row, agent in enumerate(agents)]
+        logs = {"own_weight": sum(own) / len(own)}
+        since = [local_since(weights[:, row], agent) for row, agent in enumerate(agents)]
+        if all(since):
+            logs["local_since"] = sum(map(float, since)) / len(since)  # type: ignore[arg-type]
+        if len(agents) == 1 and weights.shape[-1] <= CURVES:
+            distances = module.distance_history()[-1, 0].tolist()
+            logs |= {f"weight/{client}": float(weight) for client, weight in enumerate(weights[-1, 0])}
+            logs |= {f"distance/{client}": d for client, d in enumerate(distances) if d == d}
+        for name, value in logs.items():
+            pl_module.log(f"agents/{name}", value, on_step=False, on_epoch=True, batch_size=1)
+        if self.every and (trainer.current_epoch + 1) % self.every == 0:
+            self._show(trainer, module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw all rounds, in TensorBoard and in the log folder."""
+        module: Any = pl_module
+        folder = self.folder or trainer.log_dir  # asked for on every rank
+        if not len(module.weight_history()) or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+            return
+        self._show(trainer, module)
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            picture(module.weight_history(), module.agents).savefig(Path(folder) / "agent_weights.png", dpi=110)
+
+    def _show(self, trainer: Trainer, module: Any) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                shown = picture(module.weight_history(), module.agents)
+                logger.experiment.add_figure("agents/weights", shown, trainer.current_epoch)
+
+
+def picture(weights: Tensor, agents: list[int]) -> Any:
+    """Every agent's weight by round, one panel for each agent of interest, whose own line is the thick one.
+
+    Args:
+        weights: shape (rounds, agents of interest, clients).
+        agents: the agents of interest; at most twelve of them are drawn.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = agents[:PANELS]
+    columns = min(3, len(drawn))
+    rows = -(-len(drawn) // columns)
+    figure = Figure(figsize=(max(7, 4 * columns), 1 + 2.8 * rows), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(rows, columns, sharex=True, sharey=True)).flatten()
+    rounds = range(1, len(weights) + 1)
+    for panel, (row, agent) in zip(panels, enumerate(drawn), strict=False):
+        for client, line in enumerate(weights[:, row].T.cpu().numpy()):
+            own = client == agent
+            panel.plot(rounds, line, linewidth=2.5 if own else 1.0, color="black" if own else None, label=str(client))
+        panel.set(title=f"agent {agent}", ylim=(0, 1.02))
+        panel.grid(alpha=0.3)
+    figure.supxlabel("round")
+    figure.supylabel("weight")
+    if weights.shape[-1] <= CURVES:
+        panels[0].legend(fontsize="x-small", title="client", ncols=2)
+    return figure
