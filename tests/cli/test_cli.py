@@ -125,8 +125,13 @@ def test_every_method_is_fitted_tested_and_loaded(name: str, capsys: pytest.Capt
 
 def test_a_proportion_that_is_chosen_is_kept_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     saver = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
-    auto = ["--model.p=auto", "--model.auto_values=[0.2, 0.8]", "--model.auto_rounds=1", "--model.server_optimizer=Yogi"]
-    options = ["--config", QUICKSTART, *QUIET, "--model", "FedBPS", "--model.engine=sequential", *auto]
+    auto = [
+        "--model.p=auto",
+        "--model.auto_values=[0.2, 0.8]",
+        "--model.auto_rounds=1",
+        "--model.server_optimizer=Yogi",
+    ]
+    options = ["--config", QUICKSTART, *QUIET, "--model", "FedBPS", "--model.server_optimizer=Yogi", *auto]
     main(["fit", *options, "--trainer.max_epochs=1", f"--trainer.callbacks={saver}"])
     chosen = methods.FedBPS.load_from_checkpoint("saved/run.ckpt").p
     assert chosen in (0.2, 0.8)
