@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,11 +42,12 @@ def best_on_held_out(
         data = copy.copy(method.datamodule)
         data.__dict__.pop("fingerprint", None)
         data.federation = held_out(method.federation, share, method.seed)
-        _trainer(method, rounds).fit(trial, datamodule=data)
+        with _quiet():
+            _trainer(method, rounds).fit(trial, datamodule=data)
         scores.append(float(trial.evaluator.scores["val"].nanmean()))
+        rank_zero_info(f"Trial of {option} = {value}: {scores[-1]:.2%} on held-out samples after {rounds} rounds.")
     best = max(range(len(values)), key=lambda i: (scores[i], -i))
-    tried = ", ".join(f"{value} {100 * score:.2f}" for value, score in zip(values, scores, strict=True))
-    rank_zero_info(f"Chose {option} = {values[best]} by accuracy on held-out samples after {rounds} rounds ({tried}).")
+    rank_zero_info(f"Chose {option} = {values[best]}.")
     return best
 
 
@@ -65,14 +68,26 @@ def held_out(federation: Federation, share: float, seed: int) -> Federation:
 
 def _again(method: FederatedModule, changes: dict[str, Any]) -> FederatedModule:
     """The method as it was made, with some arguments changed and a copy of its net."""
-    made = {**method.hparams, "net": copy.deepcopy(method.net), "server_optimizer": method.server_optimizer}
+    made = {name: value for name, value in method.hparams.items() if not name.startswith("_")}  # the CLI's notes
+    made |= {"net": copy.deepcopy(method.net), "server_optimizer": method.server_optimizer}
     return type(method)(**{**made, **changes})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what Lightning says of every Trainer; warnings are still shown."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _trainer(method: FederatedModule, rounds: int) -> Trainer:
     """A silent Trainer on the method's device; clients are scored after the last round alone."""
-    outer = method.trainer
-    device = method.device
+    outer, device = method.trainer, method.device
     return Trainer(
         max_epochs=rounds,
         accelerator=device.type,

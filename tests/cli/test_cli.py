@@ -137,6 +137,23 @@ def test_every_method_is_fitted_tested_and_loaded(name: str, capsys: pytest.Capt
     assert loaded.local.epochs == 5
 
 
+def test_a_proportion_that_is_chosen_is_kept_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
+    auto = [
+        "--model.p=auto",
+        "--model.auto_values=[0.2, 0.8]",
+        "--model.auto_rounds=1",
+        "--model.server_optimizer=Yogi",
+    ]
+    options = ["--config", QUICKSTART, *QUIET, "--model", "FedBPS", "--model.server_optimizer=Yogi", *auto]
+    main(["fit", *options, "--trainer.max_epochs=1", f"--trainer.callbacks={saver}"])
+    chosen = methods.FedBPS.load_from_checkpoint("saved/run.ckpt").p
+    assert chosen in (0.2, 0.8)
+    monkeypatch.setattr("fl_lightning.methods.fedbps.best_on_held_out", lambda *a: pytest.fail("chosen again"))
+    main(["fit", *options, "--trainer.max_epochs=2", "--ckpt_path", "saved/run.ckpt"])
+    main(["test", *options, "--ckpt_path", "saved/run.ckpt"])
+
+
 @pytest.mark.parametrize("net", NETS)
 def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> None:
     class Made(FederatedCLI):
