@@ -1,6 +1,6 @@
 """Networks, one file per family; the last fully connected layer is called ``head`` in all of them."""
 
-from fl_lightning.nets.base import FedNet
+from fl_lightning.nets.base import FedNet, LossNet
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
 from fl_lightning.nets.dropout import StreamDropout, noise_shapes, stream_dropout
 from fl_lightning.nets.factorized import (
@@ -35,6 +35,7 @@ __all__ = [
     "LeNet5",
     "LeNet5Cifar",
     "LeNetBN",
+    "LossNet",
     "StreamDropout",
     "factorize",
     "factorized_layers",
