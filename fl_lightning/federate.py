@@ -35,15 +35,15 @@ HOOKS = (
 def federate(module: LightningModule, method: type[FederatedModule] = FedAvg, **options: Any) -> FederatedModule:
     """Make a federated method of a LightningModule.
 
-    Clients minimise what its ``training_step((inputs, labels), batch_idx)`` returns, with the settings of the SGD that its
-    ``configure_optimizers`` returns. They are evaluated on the scores that its ``forward(inputs)`` returns. What it logs
-    in a step is not logged: a step is one of many clients'.
+    Clients minimise what its ``training_step((inputs, labels), batch_idx)`` returns, with the settings of the SGD that
+    its ``configure_optimizers`` returns. They are evaluated on the scores that its ``forward(inputs)`` returns. What it
+    logs in a step is not logged: a step is one of many clients'.
 
     Args:
         module: the module; it is copied and stays as it is.
         method: any method of ``fl_lightning.methods``, or one of your own.
-        options: the method's options (``epochs``, ``batch_size``, ``mu``, ...). ``lr``, ``momentum`` and ``weight_decay``
-            are taken from the module's optimizer unless ``lr`` is given.
+        options: the method's options (``epochs``, ``batch_size``, ``mu``, ...). ``lr``, ``momentum`` and
+            ``weight_decay`` are taken from the module's optimizer unless ``lr`` is given.
 
     Returns:
         The method, for ``Trainer(max_epochs=rounds).fit(method, datamodule)``. Its net is the copied module:
@@ -68,7 +68,7 @@ class LightningNet(LossNet):
         super().__init__()
         self.module = copy.deepcopy(module)
         # Not attached to a Trainer, and called for many clients at once: there is nowhere to log to.
-        self.module.log = self.module.log_dict = _nothing  # type: ignore[method-assign,assignment]
+        self.module.log = self.module.log_dict = _nothing  # type: ignore[method-assign]
         self._numbered = len(inspect.signature(module.training_step).parameters) > 1
 
     def forward(self, batch: Tensor | tuple[Tensor, Tensor]) -> Any:
@@ -79,8 +79,8 @@ class LightningNet(LossNet):
         loss = result.get("loss") if isinstance(result, dict) else result
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise FederationError(
-                f"{type(self.module).__name__}.training_step must return the loss, a tensor of one number, or a dict that "
-                f"has it under 'loss', not {type(loss).__name__}."
+                f"{type(self.module).__name__}.training_step must return the loss, a tensor of one number, or a dict "
+                f"that has it under 'loss', not {type(loss).__name__}."
             )
         return loss
 
