@@ -161,7 +161,7 @@ def results_table() -> str:
 def with_table(readme: str) -> str:
     """README with its table as the results have it."""
     pattern = re.compile(f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}", re.DOTALL)
-    return pattern.sub(f"{MARKS[0]}\n{results_table()}\n{MARKS[1]}", readme)
+    return pattern.sub(f"{MARKS[0]}\n\n{results_table()}\n\n{MARKS[1]}", readme)
 
 
 def main(folder: Path = PICTURES) -> None:
