@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help venv demo test lint docs clean
+.PHONY: help venv demo test lint docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
@@ -10,7 +10,7 @@ help:  ## say what can be made
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,text]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,text]'
 	@touch $@
 
 venv: $(READY)  ## set up .venv with the pinned versions
@@ -28,9 +28,13 @@ lint: $(READY)  ## ruff, mypy --strict, import-linter
 test: lint  ## lint, then all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
-docs: $(READY)  ## check the links in README.md and docs/
-	$(BIN)/python -m pytest -q tests/test_docs.py
+docs: $(READY)  ## build the documentation into site/, no network needed
+	PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+pictures: $(READY)  ## draw the pictures of docs/ and the table of README.md again; needs MNIST, and Chromium for screenshots
+	PYTHONPATH=. $(BIN)/python docs/draw.py
 
 clean:  ## remove what was made, data excepted
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -153,7 +153,7 @@ def mean_loss(module: FederatedModule, state: State, client: int, split: Split =
     total = torch.zeros((), dtype=torch.float64, device=federation.device)
     for part in torch.split(index, _samples(state)):
         x, y = federation.gather([client], part[None], module.compute_dtype)
-        total += module.loss(module.call(state, x[0], training=False)[0], y[0]).double() * len(part)
+        total += module.batch_loss(state, x[0], y[0], training=False)[0].double() * len(part)
     return total / len(index)
 
 

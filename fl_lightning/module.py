@@ -32,7 +32,7 @@ from fl_lightning.evaluation import Evaluator
 from fl_lightning.federation import Federation
 from fl_lightning.lightning_checks import check_data, check_net, check_trainer
 from fl_lightning.loop import FederatedLoop, Tally
-from fl_lightning.nets import FedNet
+from fl_lightning.nets import FedNet, LossNet
 from fl_lightning.progress import federated_progress_bar
 from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
 
@@ -144,8 +144,7 @@ class FederatedModule(LightningModule):
 
     def client_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
         """The local objective on one minibatch, and the buffers that the forward pass changed."""
-        output, buffers = self.call(state, batch.x, batch.noise)
-        return self.loss(output, batch.y), buffers
+        return self.batch_loss(state, batch.x, batch.y, batch.noise)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Loss of a batch: the mean cross entropy."""
@@ -239,6 +238,15 @@ class FederatedModule(LightningModule):
     def call(self, state: State, x: Tensor, noise: State | None = None, training: bool = True) -> tuple[Tensor, State]:
         """The net's output under ``state``, and in training the new values of its buffers."""
         return self.functional(state, x, noise or {}, training)
+
+    def batch_loss(
+        self, state: State, x: Tensor, y: Tensor, noise: State | None = None, training: bool = True
+    ) -> tuple[Tensor, State]:
+        """Loss of a batch under ``state``, the net's own where it has one, and in training the changed buffers."""
+        if isinstance(self.net, LossNet):
+            return self.functional(state, (x, y), noise or {}, training)
+        output, buffers = self.call(state, x, noise, training)
+        return self.loss(output, y), buffers
 
     @property
     def functional(self) -> FunctionalNet:

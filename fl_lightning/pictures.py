@@ -42,6 +42,7 @@ def lines(
     title: str = "",
     scale: float = 1.0,
     looks: Mapping[str, tuple[int, int]] | None = None,
+    bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> Figure:
     """One line per name.
 
@@ -52,6 +53,7 @@ def lines(
         title: title of the picture.
         scale: values are multiplied by it, 100 for percent.
         looks: numbers of a line's colour and of its style by name; by default each line has its own.
+        bands: lower and upper edge of a band around a line, by name.
     """
     figure = canvas(6.0, 3.4 + 0.12 * len(curves))
     axes = figure.subplots()
@@ -61,6 +63,9 @@ def lines(
         marker = "o" if len(places) == 1 else None
         height = scale * np.asarray(values, dtype=np.float64)
         axes.plot(places, height, color=colour, linestyle=style, marker=marker, label=name)
+        if bands and name in bands:
+            low, high = (scale * np.asarray(edge, dtype=np.float64) for edge in bands[name])
+            axes.fill_between(np.asarray(places, dtype=np.float64), low, high, color=colour, alpha=0.12, linewidth=0)
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

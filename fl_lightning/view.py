@@ -65,7 +65,8 @@ class View:
 
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[facts]}"))
         bar = Progress(*columns, console=self.console, refresh_per_second=4, transient=False)
-        self._task = bar.add_task(self._head(), total=self.total, completed=self.begin, facts="")
+        self._task = bar.add_task(self._head(), total=self.total, facts="")
+        bar.update(self._task, completed=self.begin)
         bar.start()
         return bar
 

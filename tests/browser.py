@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -47,9 +48,9 @@ def screenshot(url: str, path: Path, width: int = 1400, height: int = 1600) -> N
     if browser is None:
         pytest.skip("no Chromium to take a picture with")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=15000"]
-    profile = f"--user-data-dir={path.parent / 'profile'}"
-    command = [browser, *options, profile, f"--window-size={width},{height}", f"--screenshot={path}", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        place = [f"--user-data-dir={profile}", f"--window-size={width},{height}", f"--screenshot={path}"]
+        done = subprocess.run([browser, *options, *place, url], capture_output=True, text=True, timeout=120)
     assert path.exists(), done.stderr
 
 

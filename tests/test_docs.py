@@ -1,12 +1,20 @@
-"""Every relative link and image in README.md and docs/ leads somewhere."""
+"""The documentation: links lead somewhere, nothing is left out, and the site builds without warnings or network."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import yaml
+
+from fl_lightning import methods
+from fl_lightning.datamodules import Digits, partitions
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,3 +50,135 @@ def test_links_are_found(tmp_path: Path) -> None:
     )
     (tmp_path / "there.md").touch()
     assert broken_links(page) == ["one.md", "two b.png", "three.md", "four.md", "five.md", "six.svg"]
+
+
+class Page(HTMLParser):
+    """What a page of the site links to, loads, and can be linked to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {key: value or "" for key, value in attrs}
+        self.ids |= {given[key] for key in ("id", "name") if key in given}
+        loaded = tag in ("script", "img", "link", "source", "iframe")
+        target = given.get("src") or given.get("href") or ""
+        if loaded and given.get("rel") not in ("canonical", "prev", "next"):
+            self.loads.append(target)
+        elif target:
+            self.links.append(target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation as ``make docs`` builds it."""
+    if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("mkdocs is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    path = {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_needs_no_network(site: Path) -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists()
+    pages = {path: Page(path) for path in site.rglob("*.html")}
+    assert len(pages) > 50
+    for path, page in pages.items():
+        assert [load for load in page.loads if re.match(r"https?:|//", load)] == [], path
+    exported = (site / "api" / "methods.html").read_text()
+    assert [name for name in methods.__all__ if f'id="fl_lightning.methods.{name}"' not in exported] == []
+
+
+@pytest.mark.slow
+def test_links_within_the_site_work(site: Path) -> None:
+    pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            target, _, part = link.partition("#")
+            if path.name == "404.html" or (ELSEWHERE.match(link) and not link.startswith("#")):
+                continue
+            there = (path.parent / unquote(target)).resolve() if target else path
+            if not there.exists() or (part and there in pages and unquote(part) not in pages[there].ids):
+                broken.append((str(path.relative_to(site)), link))
+    assert [link for link in broken if link[1] not in ("#", "#__skip")] == []
+
+
+@pytest.mark.slow
+def test_methods_show_what_was_measured(site: Path) -> None:
+    assert "Measured" in (site / "methods" / "waffle.html").read_text()
+
+
+def test_every_method_has_a_page_that_names_its_code_and_readme_has_a_line() -> None:
+    pages = {page: page.read_text() for page in (ROOT / "docs" / "methods").glob("*.md")}
+    homes = {name: getattr(methods, name).__module__.rpartition(".")[2] for name in methods.__all__}
+    found = {name: [p for p, text in pages.items() if f"methods/{home}.py" in text] for name, home in homes.items()}
+    assert [name for name, at in found.items() if not at] == []
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in pages if f"docs/methods/{page.name}" not in readme] == []
+
+
+def test_every_partition_has_a_part_with_a_picture() -> None:
+    text = (ROOT / "docs" / "partitions.md").read_text()
+    parts = {part.partition("\n")[0]: part for part in re.split(r"^### ", text, flags=re.MULTILINE)[1:]}
+    base = partitions.PartitionScheme
+    schemes = {n for n in partitions.__all__ if issubclass(getattr(partitions, n), base)} - {base.__name__}
+    assert [name for name in sorted(schemes) if "](pictures/partition-" not in parts.get(name, "")] == []
+
+
+def test_commands_in_the_pages_are_commands() -> None:
+    from fl_lightning.cli.commands import COMMANDS
+
+    for page in PAGES:
+        said = re.findall(r"(?:^|`|\(| {4})fl-lightning ([a-z]+)", page.read_text(), flags=re.MULTILINE)
+        assert set(said) <= set(COMMANDS), page
+
+
+def test_the_python_of_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), flags=re.DOTALL)
+    options = "max_epochs=1, accelerator='cpu', logger=False, enable_checkpointing=False, enable_progress_bar=False"
+    exec(code.replace("max_epochs=30", options), {})
+
+
+def draw() -> dict[str, object]:
+    scope: dict[str, object] = {"__file__": str(ROOT / "docs" / "draw.py"), "__name__": "draw"}
+    exec(compile((ROOT / "docs" / "draw.py").read_text(), "docs/draw.py", "exec"), scope)
+    return scope
+
+
+def test_readmes_table_is_that_of_the_results() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "| WAFFLe |" in readme
+    assert draw()["with_table"](readme) == readme, "make pictures writes it again"  # type: ignore[operator]
+
+
+def test_pictures_of_partitions_can_be_drawn_again(tmp_path: Path) -> None:
+    drawn = draw()["draw_partitions"](tmp_path, Digits, ("iid", "by-user"))  # type: ignore[operator]
+    assert [path.name for path in drawn] == ["partition-iid.png", "partition-by-user.png"]
+    assert all(path.stat().st_size > 5000 for path in drawn)
+    known = {f"partition-{name}.png" for name in draw()["PARTITIONS"]}  # type: ignore[attr-defined]
+    there = {path.name for path in (ROOT / "docs" / "pictures").glob("partition-*.png")}
+    assert there == known | {"partition-by-user.png"}
+
+
+def test_the_sites_settings_are_read_by_mkdocs_alone() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert settings["theme"]["font"] is False
+    assert "nav" not in settings, "docs/hooks.py makes it"
+
+
+def test_adding_a_method_takes_less_than_forty_lines() -> None:
+    page = (ROOT / "docs" / "add-a-method.md").read_text()
+    assert '--8<-- "examples/own_method.py"' in page
+    assert len((ROOT / "examples" / "own_method.py").read_text().splitlines()) < 40

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -50,6 +52,27 @@ def test_wheel_carries_the_licence_and_the_command(wheel: zipfile.ZipFile) -> No
     assert "fl-lightning = fl_lightning.cli:main" in wheel.read(info["entry_points.txt"]).decode()
 
 
+@pytest.mark.slow
+def test_the_wheel_in_an_empty_environment_runs_the_quickstart(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """The wheel alone is installed; its dependencies are those of this environment, found by path and not as a site."""
+    home = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    wheel.extractall(own)
+    (anywhere := tmp_path / "anywhere").mkdir()
+    (own / "depends.pth").write_text(sysconfig.get_path("purelib") + "\n")  # no .pth in there is read: nothing editable
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    start = (
+        "import sys, fl_lightning; from fl_lightning.cli import main; print(fl_lightning.__file__); main(sys.argv[1:])"
+    )
+    options = ["--trainer.max_epochs=1", "--model.engine=stacked"]
+    command = [str(home / "bin" / "python"), "-c", start, "fit", "--config", "quickstart", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=anywhere, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(own))
+    assert [path.parent.name for path in anywhere.rglob("run.json")] == ["version_0"]
+
+
 def test_every_folder_of_modules_is_a_package() -> None:
     folders = {path.parent for path in (ROOT / "fl_lightning").rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
@@ -61,7 +84,7 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
     pinned = {canonical(line.split("==")[0]) for line in lines}
     assert len(pinned) == len(lines)
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["text"]]
+    wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["docs"], *extras["text"]]
     names = {canonical(re.match(r"[A-Za-z0-9._-]+", requirement).group()) for requirement in wanted}  # type: ignore[union-attr]
     assert names - pinned == set()
 

@@ -46,6 +46,11 @@ class FairnessCallback(Callback):
     At the end of a fit, a validation or a test the table of sub-populations is written to the log folder as
     ``fairness_<split>.csv`` and ``fairness_<split>.md``, in percent.
 
+    A module that is not federated gets the same from its ``validation_step`` or ``test_step`` if that returns a dict
+    with ``preds`` (classes or scores), ``target`` and ``group`` (whole numbers, one per sample). Where the DataModule
+    has a federation the numbers are clients; elsewhere every number is a group, and the gap is that between the group
+    with the most samples and the one with the fewest.
+
     Args:
         group: what of the federation's ``meta`` divides the clients; without it they are one group.
         local: accuracy of every client trained alone, as fractions, or the checkpoint of a finished run of Local on the
@@ -58,17 +63,35 @@ class FairnessCallback(Callback):
         self._groups: Tensor | None = None
         self._names: list[str] = []
         self._local: dict[str, Tensor] = {}
+        self._tally = GroupTally()
+        self._scores: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out which client belongs to which group, and read what Local scored."""
-        if not isinstance(pl_module, FederatedModule):
-            raise FederationError(f"FairnessCallback needs a federated method, not {type(pl_module).__name__}.")
-        federation = pl_module.federation
+        federation = getattr(trainer.datamodule, "federation", None)  # type: ignore[attr-defined]
+        if federation is None:
+            self._groups, self._names = None, []
+            return
         meta = federation.meta.get(self.group)
         self._groups, self._names = (None, []) if meta is None else _grouped(meta, self.group)
         self._local = _local_accuracies(self.local, federation.num_clients)
         if "val" in self._local and federation.val is None:  # then both splits are the same samples
             self._local.setdefault("test", self._local["val"])
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count what a module that is not federated got right."""
+        if not isinstance(pl_module, FederatedModule) and not trainer.sanity_checking:
+            self._tally.add(outputs, type(pl_module).__name__)
+
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round's validation."""
@@ -94,9 +117,10 @@ class FairnessCallback(Callback):
 
     def _log(self, trainer: Trainer, module: Any, split: Literal["val", "test"]) -> None:
         # Before the module's own hook, so what it collected is asked for rather than the scores it keeps.
-        accuracies = module.evaluator.accuracies()
+        accuracies = self._accuracies(trainer, module, split)
         logs = fairness_summary(accuracies, self._groups, self._local.get(split))
-        del logs["worst10"]  # the module logs it
+        if isinstance(module, FederatedModule):
+            del logs["worst10"]  # the module logs it
         if self._groups is not None and 1 < len(self._names) <= CURVES:
             means = group_means(accuracies, self._groups)
             logs |= {f"acc_{name}": mean for name, mean in zip(self._names, means, strict=True)}
@@ -106,6 +130,18 @@ class FairnessCallback(Callback):
             if isinstance(logger, TensorBoardLogger) and len(known := scored(accuracies)):
                 step = trainer.fit_loop.epoch_loop._batches_that_stepped  # where Lightning logs the scalars
                 logger.experiment.add_histogram(f"{split}/acc_clients", known, step)
+
+    def _accuracies(self, trainer: Trainer, module: Any, split: Literal["val", "test"]) -> Tensor:
+        """Every client's accuracy in the evaluation under way."""
+        if isinstance(module, FederatedModule):
+            accuracies: Tensor = module.evaluator.accuracies()
+            return accuracies
+        federation = getattr(trainer.datamodule, "federation", None)  # type: ignore[attr-defined]
+        if federation is None:
+            self._groups, self._names = self._tally.groups()
+        self._scores[split] = self._tally.accuracies(None if federation is None else federation.num_clients)
+        self._tally = GroupTally()
+        return self._scores[split]
 
     def table(self, accuracies: Tensor, local: Tensor | None = None) -> list[Row]:
         """The sub-populations: all clients, every group, and the gap between majority and minority.
@@ -127,7 +163,8 @@ class FairnessCallback(Callback):
 
     def _write(self, trainer: Trainer, module: Any, split: Literal["val", "test"]) -> None:
         folder = self.folder or trainer.log_dir  # asked for on every rank
-        accuracies = module.evaluator.scores.get(split)
+        scores = module.evaluator.scores if isinstance(module, FederatedModule) else self._scores
+        accuracies = scores.get(split)
         if accuracies is None or folder is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         rows, path = self.table(accuracies, self._local.get(split)), Path(folder) / f"fairness_{split}.csv"
@@ -138,6 +175,54 @@ class FairnessCallback(Callback):
             writer.writerows(rows)
         path.with_suffix(".md").write_text(_markdown(rows), encoding="utf-8")
         rank_zero_info(f"Sub-populations: {path.with_suffix('.md')}")
+
+
+class GroupTally:
+    """What a module that is not federated got right, by client or group."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, outputs: Any, name: str) -> None:
+        """Count the samples of a batch.
+
+        Args:
+            outputs: what the module's step returned.
+            name: the module's name, for errors.
+        """
+        if not isinstance(outputs, Mapping) or not {"preds", "target", "group"} <= outputs.keys():
+            raise FederationError(
+                f"FairnessCallback needs a federated method, not {name}, or a validation_step and test_step that "
+                "return a dict with preds, target and group."
+            )
+        preds, target, group = (outputs[key].detach().cpu() for key in ("preds", "target", "group"))
+        right = (preds.argmax(1) if preds.dim() > target.dim() else preds) == target
+        self._parts.append((group.long(), right))
+
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        """Samples and right answers by number."""
+        if not self._parts:
+            return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+        groups, right = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        total = torch.bincount(groups)
+        return total, torch.bincount(groups, weights=right.double(), minlength=len(total))
+
+    def accuracies(self, clients: int | None = None) -> Tensor:
+        """Accuracy by number, of those that were seen; with ``clients`` of all, NaN for who was not."""
+        total, right = self._counts()
+        if clients is None:
+            return right[total > 0] / total[total > 0]
+        padded = torch.full((clients,), float("nan"), dtype=torch.float64)
+        padded[: len(total)] = right / total
+        return padded
+
+    def groups(self) -> tuple[Tensor, list[str]]:
+        """Every number as a group of its own, the one with the most samples first, the one with the fewest last."""
+        total, _ = self._counts()
+        seen = torch.nonzero(total).flatten()
+        order = total[seen].sort(descending=True, stable=True).indices
+        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        return rank, [f"group_{int(number)}" for number in seen[order]]
 
 
 def _grouped(meta: Sequence[Any], key: str) -> tuple[Tensor, list[str]]:

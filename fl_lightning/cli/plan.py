@@ -166,10 +166,7 @@ def _size(count: float) -> str:
         >>> _size(123.0), _size(4_500_000)
         ('123 B', '4.5 MB')
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            break
-        count /= 1000
-    else:
-        unit = "TB"
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    power = 0
+    while count >= 1000 and power < 4:
+        count, power = count / 1000, power + 1
+    return f"{count:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -7,7 +7,7 @@ import html
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -97,19 +97,24 @@ def _curves(experiments: Sequence[Experiment], page: str) -> str:
 
 def _chart(experiments: Sequence[Experiment], chart: Chart, tags: Sequence[str]) -> str:
     chosen = [tag for tag in tags if any(re.match(pattern, tag) for pattern in chart.tags)]
-    if chart.band:
-        chosen = [tag for tag in chosen if tag == chart.tags[0]] or chosen[:1]
-    curves, looks = {}, {}
+    edges = chart.tags[1:] if chart.band else ()
+    chosen = [tag for tag in chosen if tag not in edges]
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    looks: dict[str, tuple[int, int]] = {}
+    bands: dict[str, Any] = {}
     for colour, one in enumerate(experiments):
         for style, tag in enumerate(chosen):
             curve = mean_curve(run.curves[tag] for run in one.runs if tag in run.curves)
             if curve is not None:
                 line = one.name if len(chosen) == 1 else f"{one.name}: {tag}"
                 curves[line] = curve
+                around = [mean_curve(run.curves[e] for run in one.runs if e in run.curves) for e in edges]
+                if around and all(edge is not None and edge[0] == curve[0] for edge in around):
+                    bands[line] = tuple(edge[1] for edge in around if edge is not None)
                 looks[line] = (colour, style if len(chosen) > 1 else colour) if len(experiments) > 1 else (style, style)
     percent = all(re.match(r"(val|test)/(global_)?acc", tag) for tag in chosen)
     unit = "accuracy (%)" if percent else ""
-    figure = pictures.lines(curves, "round", unit, chart.title, 100 if percent else 1, looks)
+    figure = pictures.lines(curves, "round", unit, chart.title, 100 if percent else 1, looks, bands)
     return _picture(figure, chart.title, caption=False)
 
 

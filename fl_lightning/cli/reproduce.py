@@ -114,7 +114,8 @@ def _run_all(console: Console, root: Path, runs: dict[str, Config], seeds: list[
         left, done = set(waiting), 0
         while left:
             ended, left = wait(left, timeout=1.0, return_when=FIRST_COMPLETED)
-            for done, future in enumerate(ended, done + 1):
+            for future in ended:
+                done += 1
                 config, seed = waiting[future]
                 result = future.result()
                 accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]

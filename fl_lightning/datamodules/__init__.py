@@ -18,6 +18,7 @@ from fl_lightning.datamodules.partitions import (
     Pool,
     Unimodal,
 )
+from fl_lightning.datamodules.pooled import Pooled
 from fl_lightning.datamodules.sent140 import Sent140
 from fl_lightning.datamodules.tensors import TensorFederation
 
@@ -39,6 +40,7 @@ __all__ = [
     "Partition",
     "PartitionScheme",
     "Pool",
+    "Pooled",
     "Samples",
     "Sent140",
     "TensorFederation",

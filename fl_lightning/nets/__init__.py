@@ -1,6 +1,6 @@
 """Networks, one file per family; the last fully connected layer is called ``head`` in all of them."""
 
-from fl_lightning.nets.base import FedNet
+from fl_lightning.nets.base import FedNet, LossNet
 from fl_lightning.nets.cifar import DenseNet121, MobileNetV2, ResNet18
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
 from fl_lightning.nets.convert import group_count, group_norm, replace_modules
@@ -57,6 +57,7 @@ __all__ = [
     "LeNet5",
     "LeNet5Cifar",
     "LeNetBN",
+    "LossNet",
     "MobileNetV2",
     "ResNet18",
     "ResNet20",

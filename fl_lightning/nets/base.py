@@ -84,6 +84,14 @@ class FedNet(nn.Module):
             raise FederationError(f"The network {path} cannot be made with {arguments!r}: {error}.") from error
 
 
+class LossNet(nn.Module):
+    """A network that brings its own loss: called with a pair (inputs, labels) it returns the loss of the batch.
+
+    Called with inputs alone it returns scores, as every network. Methods ask it for the loss instead of taking the
+    cross entropy of its scores.
+    """
+
+
 def _class_path(kind: type) -> str:
     """Where to import ``kind`` from: its package if that exports it, else its module."""
     package = kind.__module__.rpartition(".")[0]

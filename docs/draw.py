@@ -1,0 +1,181 @@
+"""``make pictures``: the pictures of docs/ and the table of README.md, drawn again from data, runs and results.
+
+Partitions are drawn of MNIST; the dashboard and the report are runs on the digits data, looked at with Chromium.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.datamodules import (
+    IID,
+    MNIST,
+    ByUser,
+    ConceptShift,
+    Digits,
+    Dirichlet,
+    DominantClass,
+    FederatedDataModule,
+    LabelSkew,
+    MajorMinor,
+    Multimodal,
+    PartitionScheme,
+    Unimodal,
+)
+from fl_lightning.datamodules.picture import draw_partition
+from fl_lightning.datamodules.summary import Summary
+
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+#: Pictures of partitions, by the end of their file names.
+PARTITIONS: dict[str, PartitionScheme] = {
+    "iid": IID(clients=20),
+    "unimodal": Unimodal(clients=100, classes_per_client=2),
+    "multimodal": Multimodal("mnist"),
+    "label-skew-c": LabelSkew("C"),
+    "concept-shift": ConceptShift(LabelSkew("A")),
+    "dominant-class": DominantClass(clients=50, eta=0.5),
+    "major-minor": MajorMinor(clients=20, similarity=0.2),
+    "dirichlet": Dirichlet(clients=50, alpha=0.3),
+}
+#: README's table: method, its name in results/, and the metrics of a column each.
+ROWS = {"FedAvg": "fedavg", "FedProx": "fedprox", "q-FFL": "qffl", "WAFFLe": "waffle_factor"}
+COLUMNS = {"all clients": "local_test_acc", "majority": "majority", "minority": "minority", "variance": "variance"}
+MARKS = ("<!-- results: written by make pictures -->", "<!-- end of results -->")
+
+
+def draw_partitions(folder: Path, kind: type[FederatedDataModule] = MNIST, only: tuple[str, ...] = ()) -> list[Path]:
+    """One picture per scheme."""
+    drawn = []
+    for name, scheme in PARTITIONS.items():
+        if not only or name in only:
+            drawn.append(folder / f"partition-{name}.png")
+            kind(partition=scheme, seed=0).picture().savefig(drawn[-1])
+    if not only or "by-user" in only:
+        drawn.append(draw_users(folder))
+    return drawn
+
+
+def draw_users(folder: Path) -> Path:
+    """``ByUser`` on the digits, dealt to made-up users who write a few classes each, some much and some little."""
+    rng, samples = np.random.default_rng(0), Digits().samples
+    labels = samples.targets.numpy()
+    share = rng.dirichlet(np.full(10, 0.3), 40) * (1 / np.arange(1, 41))[:, None]
+    users = np.array([rng.choice(40, p=share[:, label] / share[:, label].sum()) for label in labels])
+    scheme = ByUser(clients=20, min_samples=20)
+    partition = scheme(samples.targets, seed=0, users=torch.from_numpy(users))
+    path = folder / "partition-by-user.png"
+    draw_partition(Summary.of(partition, samples.targets, 10), path, f"Digits with made-up users, {scheme}, seed 0")
+    return path
+
+
+def fit_runs(folder: Path, rounds: int) -> None:
+    """Three methods on digits with two sub-populations, watched by the dashboard."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from fl_lightning.callbacks import Dashboard, FactorsCallback, FairnessCallback, RoundProgress, RunRecord
+    from fl_lightning.methods import FedAvg, FedProx, WAFFLe
+    from fl_lightning.nets import MLP
+
+    methods: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (FedAvg, {}),
+        (FedProx, {"mu": 0.1}),
+        (WAFFLe, {"factors": {"fc1": 24}}),
+    )
+    for kind, options in methods:
+        torch.manual_seed(0)
+        method = kind(MLP(in_features=64, hidden=(32,)), lr=0.1, epochs=5, seed=0, **options)
+        scheme = Multimodal([[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]], [24, 8])
+        more = [FactorsCallback()] if kind is WAFFLe else []
+        trainer = Trainer(
+            max_epochs=rounds,
+            accelerator="cpu",
+            logger=TensorBoardLogger(folder, name=kind.__name__, version=""),
+            callbacks=[FairnessCallback(), *more, Dashboard(), RunRecord(), RoundProgress()],
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+        )
+        trainer.fit(method, Digits(partition=scheme, fraction=0.5, seed=0))
+
+
+def draw_pages(folder: Path, rounds: int = 25) -> list[Path]:
+    """The dashboard and the report as a browser shows them."""
+    from fl_lightning.cli.compare import experiments_of
+    from fl_lightning.cli.report import write_report
+    from fl_lightning.cli.runs import find
+    from tests.browser import Board, screenshot
+
+    drawn = [folder.resolve() / f"{name}.png" for name in ("dashboard", "dashboard-images", "report")]
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        runs = Path("runs")  # TensorBoard shows the folder's name
+        fit_runs(runs, rounds)
+        board = Board(runs)
+        board.wait("data/plugin/images/tags", runs=3)
+        screenshot(board.url + "#custom_scalars", drawn[0], 1500, 1300)
+        screenshot(board.url + "#images", drawn[1], 1500, 1100)
+        write_report(runs / "report.html", experiments_of(find([str(runs)])), "Three methods, two sub-populations")
+        screenshot(f"file://{name}/runs/report.html", drawn[2], 1100, 1900)
+    for path in drawn:
+        shrink(path)
+    return drawn
+
+
+def shrink(path: Path) -> None:
+    """A screenshot in few colours: a third of the size, and looks the same."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(128)
+    small.save(path, optimize=True)
+
+
+def results_table() -> str:
+    """README's table, from results/: MNIST with a majority and a minority of clients, mean over seeds."""
+    rows = [
+        row
+        for number in (1, 2)
+        for row in json.loads((ROOT / "results" / f"waffle_factor_journal_table{number}.json").read_text())
+        if (row["dataset"], row["partition"]) == ("mnist", "multimodal_Z2")
+    ]
+    found = {(row["method"], row["metric"]): row["measured"] for row in rows}
+    lines = [f"| method | {' | '.join(COLUMNS)} |", "|---|" + "---:|" * len(COLUMNS)]
+    for name, key in ROWS.items():
+        cells = [found.get((key, metric)) for metric in COLUMNS.values()]
+        texts = ("" if cell is None else f"{cell['mean']:.1f} ± {cell['std'] or 0:.1f}" for cell in cells)
+        lines.append(f"| {name} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def with_table(readme: str) -> str:
+    """README with its table as the results have it."""
+    pattern = re.compile(f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}", re.DOTALL)
+    return pattern.sub(f"{MARKS[0]}\n\n{results_table()}\n\n{MARKS[1]}", readme)
+
+
+def main(folder: Path = PICTURES) -> None:
+    """Draw everything."""
+    import pytest
+
+    (ROOT / "README.md").write_text(with_table((ROOT / "README.md").read_text(encoding="utf-8")), encoding="utf-8")
+    drawn = draw_partitions(folder)
+    try:
+        drawn += draw_pages(folder)
+    except pytest.skip.Exception as reason:
+        print(f"left out: {reason}", file=sys.stderr)
+    print(*drawn, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

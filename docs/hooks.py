@@ -1,0 +1,182 @@
+"""What mkdocs makes of the repository: navigation, API pages, sources that pages link to, measured tables.
+
+Everything is derived from what lies there, so a new method, page or module appears by itself. Nothing of the library
+that needs torch is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+from fl_lightning.cli.commands import usage
+from fl_lightning.cli.results import section
+from fl_lightning.cli.tables import config_of
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+#: Order of the pages that come first; pages that are not there are left out, others follow by themselves.
+FIRST = ["quickstart", "concepts", "methods", "partitions", "fairness", "privacy", "dashboard", "examples"]
+LAST = ["add-a-method", "performance", "results", "architecture", "cli", "api"]
+CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(\]\(\s*)([^)\s#]+)(#[^)\s]*)?(\s*\))")
+
+
+def on_config(config: Any) -> Any:
+    """The navigation, from the pages that there are."""
+    config.nav = [{"Home": "index.md"}, *navigation()]
+    return config
+
+
+def navigation() -> list[Any]:
+    """Pages in order: known ones first, then those that nobody ordered."""
+    found = sorted(path.stem for path in DOCS.glob("*.md"))
+    others = [name for name in found if name not in (*FIRST, *LAST)]
+    nav: list[Any] = []
+    for name in (*FIRST, *others, *LAST):
+        if name == "methods":
+            nav.append({"Methods": [{title(page): f"methods/{page.name}"} for page in method_pages()]})
+        elif name == "api":
+            nav.append({"API": [{module: f"api/{module}.md"} for module in modules()]})
+        elif name == "cli":
+            nav.append({"Command line": "cli.md"})
+        elif name in found:
+            nav.append({title(DOCS / f"{name}.md"): f"{name}.md"})
+    return nav
+
+
+def method_pages() -> list[Path]:
+    """The methods' pages, by title."""
+    return sorted((DOCS / "methods").glob("*.md"), key=lambda page: title(page).lower())
+
+
+def title(page: Path) -> str:
+    """A page's first heading."""
+    return page.read_text(encoding="utf-8").partition("# ")[2].partition("\n")[0].strip()
+
+
+def modules() -> list[str]:
+    """The library's public modules and packages, packages first."""
+    package = ROOT / "fl_lightning"
+    packages = sorted(p.parent.name for p in package.glob("*/__init__.py") if exports(p))
+    return [*packages, *sorted(p.stem for p in package.glob("*.py") if not p.stem.startswith("_"))]
+
+
+def exports(init: Path) -> list[str]:
+    """The names in a package's ``__all__``."""
+    for node in ast.parse(init.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return sorted(ast.literal_eval(node.value), key=str.lower)
+    return []
+
+
+def api_page(module: str) -> str:
+    """The page of one module: everything that it exports, or all of its public members."""
+    head = f"# fl_lightning.{module}\n\n"
+    init = ROOT / "fl_lightning" / module / "__init__.py"
+    if not init.exists():
+        return head + f"::: fl_lightning.{module}\n    options: {{show_root_heading: false}}\n"
+    return head + "\n".join(f"::: fl_lightning.{module}.{name}\n" for name in exports(init))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Pages that are made, not written."""
+    made = {f"api/{module}.md": api_page(module) for module in modules()}
+    made["index.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+    made["cli.md"] = f"# Command line\n\n```text\n{usage()}\n```\n"
+    for source in sorted(sources()):
+        made[source_page(source)] = source_text(source)
+    for path, text in made.items():
+        if files.get_file_from_path(path) is None:
+            files.append(File.generated(config, path, content=text))
+    return files
+
+
+def written() -> dict[str, tuple[Path, str]]:
+    """The written pages by their place in the site: the folder that their links start from, and their text."""
+    pages = {
+        path.relative_to(DOCS).as_posix(): (path.parent, path.read_text(encoding="utf-8"))
+        for path in DOCS.rglob("*.md")
+    }
+    return {"index.md": (ROOT, (ROOT / "README.md").read_text(encoding="utf-8")), **pages}
+
+
+def sources() -> set[Path]:
+    """Files outside docs/ that pages link to."""
+    found = set()
+    for folder, text in written().values():
+        for _, target, *_ in LINK.findall(CODE.sub("", text)):
+            path = Path(os.path.normpath(folder / target))
+            if ":" not in target and path.is_file() and path.is_relative_to(ROOT) and not path.is_relative_to(DOCS):
+                found.add(path)
+    return found
+
+
+def source_page(source: Path) -> str:
+    return f"source/{source.relative_to(ROOT).as_posix()}.md"
+
+
+def source_text(source: Path) -> str:
+    """A file as a page of the site."""
+    name, text = source.relative_to(ROOT).as_posix(), source.read_text(encoding="utf-8")
+    if source.suffix == ".md":
+        return text
+    kind = {".py": "python", ".json": "json", ".yaml": "yaml"}.get(source.suffix, "text")
+    return f"# {name}\n\n````{kind}\n{text}\n````\n"
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links that leave docs/ lead to pages of the site; methods show what was measured."""
+    place = page.file.src_uri
+    if place.startswith(("source/", "api/")):
+        return markdown
+    if place.startswith("methods/"):
+        markdown += measured(DOCS / place)
+    folder = written()[place][0] if place in written() else DOCS
+    here = (DOCS / place).parent
+    parts, end = [], 0
+    for code in [*CODE.finditer(markdown), None]:
+        start = code.start() if code else len(markdown)
+        parts.append(LINK.sub(lambda m: _relinked(m, folder, here), markdown[end:start]))
+        parts.append(code.group() if code else "")
+        end = code.end() if code else start
+    return "".join(parts)
+
+
+def _relinked(match: re.Match[str], folder: Path, here: Path) -> str:
+    before, target, anchor, after = match.groups()
+    path = Path(os.path.normpath(folder / target))
+    if ":" in target or not path.exists():
+        return match.group()
+    if path.is_file() and not path.is_relative_to(DOCS):
+        path = DOCS / source_page(path)
+    return f"{before}{os.path.relpath(path, here)}{anchor or ''}{after}"
+
+
+def measured(page: Path) -> str:
+    """What was measured of the methods whose code a page links to, beside the published values."""
+    text = page.read_text(encoding="utf-8")
+    code = {Path(target).stem for _, target, *_ in LINK.findall(text) if "fl_lightning/methods/" in target}
+    parts = []
+    for path in sorted((ROOT / "results").glob("*.json")):
+        rows = [row for row in json.loads(path.read_text()) if module_of(row) in code]
+        if rows:
+            parts.append("#" + section(path.stem, rows))
+    return "\n\n## Measured\n\nFrom [results](../results.md).\n\n" + "\n".join(parts) if parts else ""
+
+
+def module_of(row: dict[str, Any]) -> str | None:
+    """The module of the method that a measured cell is of."""
+    try:
+        name = config_of(row)["model"]["class_path"].rpartition(".")[2]
+    except (KeyError, StopIteration):
+        return None
+    init = ast.parse((ROOT / "fl_lightning/methods/__init__.py").read_text(encoding="utf-8"))
+    homes = {a.name: n.module for n in init.body if isinstance(n, ast.ImportFrom) and n.module for a in n.names}
+    return homes.get(name, "").rpartition(".")[2]

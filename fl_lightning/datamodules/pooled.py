@@ -1,0 +1,109 @@
+"""The samples of a federation as ordinary loaders, for an ordinary Lightning project."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation, Split
+
+Samples = tuple[Tensor, ...]
+
+
+class Pooled(LightningDataModule):
+    """All clients' samples, or those of some clients, in batches of (inputs, labels).
+
+    For everything that is not federated: a central baseline, one client's own model, a project that wants the data and
+    its partition alone. Batches are gathered by index and normalised as a batch, so no worker processes are needed.
+
+    Args:
+        data: the federated DataModule; its partition decides who owns what.
+        batch_size: samples in a batch.
+        clients: whose samples; None means everyone's.
+        owners: add to every batch the number of the client that owns each sample.
+
+    Example:
+        >>> from fl_lightning.datamodules import Digits
+        >>> x, y = next(iter(Pooled(Digits(), batch_size=5).train_dataloader()))
+        >>> x.shape, y.shape
+        (torch.Size([5, 1, 8, 8]), torch.Size([5]))
+    """
+
+    def __init__(
+        self,
+        data: FederatedDataModule,
+        batch_size: int = 64,
+        clients: Sequence[int] | None = None,
+        owners: bool = False,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise FederationError(f"batch_size must be 1 or more, not {batch_size}.")
+        self.data, self.batch_size, self.clients, self.owners = data, batch_size, clients, owners
+
+    @property
+    def federation(self) -> Federation:
+        """The clients' data."""
+        return self.data.federation
+
+    def setup(self, stage: str | None = None) -> None:
+        """Build the federation; later calls change nothing."""
+        self.data.setup(stage)
+
+    def train_dataloader(self) -> DataLoader[Samples]:
+        """Training samples, shuffled."""
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Samples]:
+        """What is held out of the training samples, else the test samples, in order."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Samples]:
+        """Test samples, in order."""
+        return self._loader("test")
+
+    predict_dataloader = test_dataloader
+
+    def _loader(self, split: Split, shuffle: bool = False) -> DataLoader[Samples]:
+        federation = self.federation
+        clients = range(federation.num_clients) if self.clients is None else self.clients
+        dataset = _Gathered(federation, split, list(clients), self.owners)
+        return DataLoader(dataset, self.batch_size, shuffle=shuffle, collate_fn=_as_it_is)
+
+
+class _Gathered(Dataset[Samples]):
+    """Samples of some clients; a whole batch is fetched in one go."""
+
+    def __init__(self, federation: Federation, split: Split, clients: list[int], owners: bool) -> None:
+        index = federation.index(split)
+        self.federation, self.owners = federation, owners
+        self.index = torch.cat([index[client] for client in clients])
+        sizes = torch.tensor([len(index[client]) for client in clients])
+        self.owner = torch.repeat_interleave(torch.tensor(clients), sizes).to(self.index.device)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, number: int) -> Samples:
+        return tuple(part[0] for part in self.__getitems__([number]))
+
+    def __getitems__(self, numbers: list[int]) -> Samples:
+        federation, chosen = self.federation, torch.tensor(numbers, device=self.index.device)
+        rows, owner = self.index[chosen], self.owner[chosen]
+        y = federation.targets[rows]
+        if federation.label_maps is not None:
+            y = federation.label_maps[owner, y]
+        x = federation.features(federation.inputs[rows], torch.get_default_dtype())
+        return (x, y, owner) if self.owners else (x, y)
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Batches come gathered."""
+    return batch

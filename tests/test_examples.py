@@ -1,0 +1,104 @@
+"""Every example runs, and does what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+
+from fl_lightning.cli import main, names
+from fl_lightning.cli.parsing import names as class_names
+from fl_lightning.module import FederatedModule
+from fl_lightning.wire import Message
+from tests.support import blobs, fit, mlp
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    names.USED.clear()
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_has_a_test() -> None:
+    found = {path.stem for path in EXAMPLES.glob("*.py")}
+    tested = set(re.findall(r'load\("(\w+)"\)', Path(__file__).read_text()))
+    assert found == tested
+
+
+def test_own_module() -> None:
+    example = load("own_module")
+    assert example.main(rounds=6) > 0.6
+    source = inspect.getsource(example.main).partition("# These are")[2].partition("accuracy =")[0]
+    assert len([line for line in source.splitlines()[1:] if line.strip()]) < 10
+
+
+def test_ordinary_project() -> None:
+    scores = load("ordinary_project").main(epochs=3)
+    assert scores["everyone"] > 0.7
+    assert scores["client 3"] > 0.8
+
+
+def test_fair_central_model(tmp_path: Path) -> None:
+    logged = load("fair_central_model").main(str(tmp_path / "out"), epochs=4)
+    assert logged["val/acc_group_0"] > 0.8 > logged["val/acc_group_2"]
+    assert logged["val/gap"] == pytest.approx(logged["val/acc_group_0"] - logged["val/acc_group_2"])
+    table = (tmp_path / "out" / "fairness_val.md").read_text()
+    assert table.count("\n| group_") == 3
+
+
+def test_factorized_layers() -> None:
+    whole, half = load("factorized_layers").main(epochs=2)
+    assert whole > 0.7
+    assert half < whole
+
+
+def test_own_method_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    use = ["--use", str(EXAMPLES / "own_method.py")]
+    options = ["--model.share", "0.2", "--model.engine=stacked", "--trainer.max_epochs=2", "--quiet"]
+    main(["fit", "--config", "quickstart", *use, "--model", "Trimmed", *options])
+    (saved,) = Path("runs").rglob("config.yaml")
+    model = yaml.safe_load(saved.read_text())["model"]
+    assert model["class_path"] == "own_method.Trimmed"
+    assert model["init_args"]["share"] == 0.2
+    assert "Trimmed" in class_names(FederatedModule)
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "quickstart", *use, "--model", "Trimed"])
+    assert "did you mean Trimmed?" in capsys.readouterr().err
+
+
+def test_own_method_is_a_trimmed_mean() -> None:
+    kind = load("own_method").Trimmed
+    method = kind(mlp(), share=0.25, lr=0.1, engine="stacked")
+    fit(method, blobs(), 1)
+    name = method.shared_names[0]
+    state, values = method.server_state(), enumerate((1.0, 2.0, 4.0, 100.0))
+    messages = [Message(k, {n: torch.full_like(state[n], v) for n in method.shared_names}, 1) for k, v in values]
+    assert float(method.aggregate(messages)[name].flatten()[0]) == 3.0
+
+
+def test_own_method_is_short() -> None:
+    lines = (EXAMPLES / "own_method.py").read_text().splitlines()
+    assert len(lines) < 40
