@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fl_lightning.errors import FederationError
 from fl_lightning.wire import State
 
 
@@ -78,6 +81,77 @@ class SnapshotStore(MutableMapping[int, ClientSnapshot]):
             if any(value.device != device for value in snapshot.private.values()):
                 moved = {name: value.to(device) for name, value in snapshot.private.items()}
                 self._snapshots[client] = replace(snapshot, private=moved)
+
+
+class DiskSnapshotStore(SnapshotStore):
+    """Keeps private entries in files that are mapped into memory, one per entry and one row per client.
+
+    Memory then holds what is in use, however many clients there are. The files are scratch space of one run: they are
+    begun anew by the next, and checkpoints hold the snapshots themselves. All clients must keep the same entries.
+
+    Args:
+        folder: where the files go; made if need be.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self._rows: dict[int, int] = {}
+        self._tables: State = {}
+
+    def __getitem__(self, client: int) -> ClientSnapshot:
+        if client not in self._rows:
+            return super().__getitem__(client)
+        row = self._rows[client]
+        private = {name: table[row] for name, table in self._tables.items()}
+        return replace(self._snapshots[client], private=private)
+
+    def __setitem__(self, client: int, snapshot: ClientSnapshot) -> None:
+        if snapshot.private:
+            row = self._rows.setdefault(client, len(self._rows))
+            self._reserve(snapshot.private, len(self._rows))
+            for name, value in snapshot.private.items():
+                self._tables[name][row].copy_(value)
+        super().__setitem__(client, replace(snapshot, private={}))
+
+    def __delitem__(self, client: int) -> None:
+        super().__delitem__(client)
+        self._rows.pop(client, None)  # its row stays unused
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in memory; the tensors are views of the files, which are read when they are saved."""
+        private = {c: dict(self[c].private) for c in self._snapshots}
+        return {**super().state_dict(), "private": private}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all snapshots by saved ones."""
+        self._snapshots, self._rows, self._tables = {}, {}, {}
+        for client, private in state["private"].items():
+            self[int(client)] = ClientSnapshot(dict(private), *state["counters"][client])
+
+    def to(self, device: torch.device) -> None:
+        """Files are mapped into the memory of a CPU."""
+        if device.type != "cpu":
+            raise FederationError(f"A store on disk serves runs on a CPU, not on {device}: leave store out.")
+
+    def _reserve(self, private: State, rows: int) -> None:
+        """Let every entry's file have at least so many rows; they grow by doubling."""
+        if self._tables and private.keys() != self._tables.keys():
+            raise FederationError("A store on disk needs clients that all keep the same entries: leave store out.")
+        for name, value in private.items():
+            table = self._tables.get(name)
+            if table is None or len(table) < rows:
+                self._tables[name] = self._grown(name, value, table, max(16, 2 * rows))
+
+    def _grown(self, name: str, value: Tensor, table: Tensor | None, rows: int) -> Tensor:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / name.replace("/", "_")
+        if table is None:
+            path.unlink(missing_ok=True)
+        with path.open("ab") as file:  # lengthened here: torch would overwrite the beginning
+            file.truncate(rows * value.numel() * value.element_size())
+        flat = torch.from_file(str(path), shared=True, size=rows * value.numel(), dtype=value.dtype)
+        return flat.view(rows, *value.shape)
 
 
 _NEVER = ClientSnapshot()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning import persistence, seeding
-from fl_lightning.client import SnapshotStore
+from fl_lightning.client import DiskSnapshotStore, SnapshotStore
 from fl_lightning.engine import (
     Batch,
     FunctionalNet,
@@ -79,6 +79,7 @@ class FederatedModule(LightningModule):
         engine: how a cohort is trained: ``auto``, ``sequential``, ``stacked`` or ``captured``.
         clients_per_stack: how many clients are trained together at most.
         workers: how many processes the clients of a round are shared out to, each with one core.
+        store: a folder for files that hold what clients keep between rounds; None keeps it in memory.
         seed: seed of all streams; None takes that of ``seed_everything``, else 0.
     """
 
@@ -97,6 +98,7 @@ class FederatedModule(LightningModule):
         engine: str = "auto",
         clients_per_stack: int = 16,
         workers: int = 1,
+        store: str | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class FederatedModule(LightningModule):
         self.buffers_policy: BufferPolicy = _one_of("buffers", buffers, ("average", "keep", "reset"))
         self.server_optimizer = server_optimizer
         self.engine = make_engine(engine, clients_per_stack, workers)
-        self.snapshots = SnapshotStore()
+        self.snapshots = SnapshotStore() if store is None else DiskSnapshotStore(store)
         #: What the server keeps between rounds beside its net, by name; it is checkpointed. A method may replace its
         #: entries in ``aggregate``.
         self.memory: State = {}
