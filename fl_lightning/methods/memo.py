@@ -18,8 +18,11 @@ class ClientMemo(Generic[Value]):
     Example:
         >>> memo, net = ClientMemo[int](), nn.Linear(1, 1)
         >>> memo.of(None, net)[3] = 7
-        >>> dict(memo.of(None, net)), net.weight.data.zero_() is None, dict(memo.of(None, net))
-        ({3: 7}, False, {})
+        >>> memo.of(None, net)
+        {3: 7}
+        >>> _ = nn.init.zeros_(net.weight)
+        >>> memo.of(None, net)
+        {}
     """
 
     def __init__(self) -> None:
