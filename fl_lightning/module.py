@@ -113,9 +113,6 @@ class FederatedModule(LightningModule):
         self.server_optimizer = server_optimizer
         self.engine = make_engine(engine, clients_per_stack, workers)
         self.snapshots = SnapshotStore() if store is None else DiskSnapshotStore(store)
-        #: What the server keeps between rounds beside its net, by name; it is checkpointed. A method may replace its
-        #: entries in ``aggregate``.
-        self.memory: State = {}
         self.evaluator = Evaluator()
         self.bytes_up = self.bytes_down = self.completed_rounds = self.completed_stages = 0
         self.stage, self.tally = Stage(()), Tally()  # under way, and what those before it in the round add up to
@@ -349,9 +346,8 @@ class FederatedModule(LightningModule):
         self.engine.reset()
 
     def on_fit_start(self) -> None:
-        """Clients and the server's memory follow the module to its device, which a checkpoint is read before."""
+        """Clients follow the module to its device, which a checkpoint is read before."""
         self.snapshots.to(self.device)
-        self.memory = {name: value.to(self.device) for name, value in self.memory.items()}
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 

@@ -45,7 +45,6 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "data": getattr(data, "fingerprint", None),
         "engine": module.engine.choice,
         "clients": module.snapshots.state_dict(),
-        "memory": dict(module.memory),
         "rounds": module.completed_rounds,
         "stages": module.completed_stages,
         "tally": asdict(module.tally),
@@ -73,7 +72,6 @@ def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     if saved["engine"] is not None:
         module.engine.settle(saved["engine"])
     module.snapshots.load_state_dict(saved["clients"])
-    module.memory = dict(saved.get("memory", {}))
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
     module.completed_stages, module.tally = saved.get("stages", 0), Tally(**saved.get("tally", {}))
     module.load_server_extras(saved.get("server", {}))

@@ -59,6 +59,8 @@ class AgentsOfInterest(FederatedModule):
             raise FederationError(f"agent_of_interest must be a client's number or all, not {agent_of_interest!r}.")
         super().__init__(net, weighting=weighting, **kwargs)
         self.agent_of_interest = agent_of_interest
+        #: What the servers keep between rounds, by name: models of their own, weights, distances.
+        self.memory: State = {}
         self.everyone = agent_of_interest == "all"
         if self.everyone and self.server_optimizer is not None:
             raise FederationError("agent_of_interest=all has a server for every agent: leave server_optimizer out.")
@@ -81,6 +83,23 @@ class AgentsOfInterest(FederatedModule):
     def combine(self, messages: Sequence[Message], weights: Sequence[float], before: State) -> State:
         """What the server of one federation holds after a round, of what it held ``before``: the mean model."""
         return weighted_mean(messages, weights, self.shared_names)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------
+
+    def server_extras(self) -> dict[str, Any]:
+        """What the servers keep."""
+        return dict(self.memory)
+
+    def load_server_extras(self, extras: dict[str, Any]) -> None:
+        """Bring it back."""
+        self.memory = dict(extras)
+
+    def on_fit_start(self) -> None:
+        """It follows the module to its device, as the clients do."""
+        super().on_fit_start()
+        self.memory = {name: value.to(self.device) for name, value in self.memory.items()}
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     # ---- numbers --------------------------------------------------------------------------------------------
 

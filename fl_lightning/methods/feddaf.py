@@ -15,7 +15,6 @@ from fl_lightning.methods.fusion_vae import Posterior, belonging, expected_alloc
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.norms import add_norms, feature_layers, norm_layers
-from fl_lightning.persistence import KEY
 from fl_lightning.statistics import STATISTICS, measured_statistics, model_statistics, without_running
 from fl_lightning.wire import Message, State, weighted_mean
 
@@ -169,17 +168,14 @@ class FedDAF(FederatedModule):
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The autoencoder, whose size changes, is kept beside the model."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint[KEY]["fusion"] = {**self.fusion.state_dict(), "multiples": dict(self.multiples)}
+    def server_extras(self) -> dict[str, Any]:
+        """The autoencoder, whose size changes, and the clients' weights."""
+        return {**self.fusion.state_dict(), "multiples": dict(self.multiples)}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Bring it back."""
-        super().on_load_checkpoint(checkpoint)
-        saved = checkpoint[KEY]["fusion"]
-        self.fusion.load_state_dict(saved)
-        self.multiples = {int(client): float(value) for client, value in saved["multiples"].items()}
+    def load_server_extras(self, extras: dict[str, Any]) -> None:
+        """Bring them back."""
+        self.fusion.load_state_dict(extras)
+        self.multiples = {int(client): float(value) for client, value in extras["multiples"].items()}
 
 
 def _check_net(net: nn.Module, add_norm: bool, feature_stats: bool) -> None:

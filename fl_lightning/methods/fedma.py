@@ -19,7 +19,6 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.derive import check_units, derived_units
 from fl_lightning.nets.units import Units, resize
-from fl_lightning.persistence import KEY
 from fl_lightning.wire import Message, State, message_weights, weighted_mean
 
 #: Layers may grow to this many times the width they began with.
@@ -224,22 +223,23 @@ class FedMA(FederatedModule):
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the widths that layers began with, and where units went."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint[KEY]["matching"] = {"widths": list(self.widths), "places": dict(self.places)}
+    def server_extras(self) -> dict[str, Any]:
+        """The widths that layers began with, and where units went."""
+        return {"widths": list(self.widths), "places": dict(self.places)}
+
+    def load_server_extras(self, extras: dict[str, Any]) -> None:
+        """Bring them back."""
+        self.widths = list(extras["widths"])
+        self.places = {int(client): place for client, place in extras["places"].items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Bring them back; layers that grew grow again."""
+        """Layers that grew grow again."""
         if self.mode == "grow":
             prefix = "net."
             saved = checkpoint["state_dict"].items()
             resize(self.net, {name.removeprefix(prefix): value for name, value in saved if name.startswith(prefix)})
             self.__dict__["_functional"] = None
         super().on_load_checkpoint(checkpoint)
-        matching = checkpoint[KEY]["matching"]
-        self.widths = list(matching["widths"])
-        self.places = {int(client): place for client, place in matching["places"].items()}
 
 
 def stages_of(names: Sequence[str], units: Sequence[Units]) -> dict[str, int]:
