@@ -29,7 +29,7 @@ test: lint  ## lint, then all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
 docs: $(READY)  ## build the documentation into site/, no network needed
-	PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 pictures: $(READY)  ## draw the pictures of docs/ and the table of README.md again; needs MNIST, and Chromium for screenshots
