@@ -69,7 +69,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         val_fraction: part of each client's training samples that is held out for validation.
         seed: decides the partition and who trains when; unless given, the seed of ``seed_everything``, else 0.
         eval_clients: clients evaluated in one batch.
-        eval_only: the clients that are evaluated; None means all of them.
+        eval_only: the clients that are evaluated, and nothing else; None means all of them and the global test set.
         augment: whether training batches are augmented, for data that knows how.
         manifest: a manifest written by ``fl-lightning partition``; its partition is used, and data that differs from
             the data it was made with is refused.
@@ -171,7 +171,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             test=part.test,
             num_classes=self.num_classes,
             val=val,
-            global_test=part.global_test,
+            global_test=part.global_test if self.eval_only is None else None,
             mean=self.mean,
             std=self.std,
             label_maps=part.label_maps,

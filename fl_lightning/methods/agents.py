@@ -218,8 +218,8 @@ class AgentsOfInterest(FederatedModule):
     def personal_state(self, client: int) -> State:
         """With ``all`` the client's own model, else the one of the agent of interest for everybody."""
         own = self._server_of(client) if self.everyone else {}
-        clients = self.weight_history().shape[-1]
-        kept = self.snapshots[self._holder(client * clients + client) if own else client].private
+        number = client * self.weight_history().shape[-1] + client if own else client
+        kept = self.snapshots[number if number in self.snapshots else client].private
         return {name: kept.get(name, own.get(name, value)) for name, value in self.server_state().items()}
 
     def model_key(self, client: int) -> int:

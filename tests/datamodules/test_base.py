@@ -110,8 +110,9 @@ def test_loaders_are_a_tick_and_chunks_of_clients() -> None:
 
 
 def test_only_some_clients_are_evaluated() -> None:
-    chunks = digits(eval_clients=2, eval_only=[7, 3, 3, 0]).val_dataloader()
-    assert [chunk.tolist() for chunk in chunks] == [[0, 3], [7]]
+    data = digits(eval_clients=2, eval_only=[7, 3, 3, 0])
+    assert [chunk.tolist() for chunk in data.val_dataloader()] == [[0, 3], [7]]
+    assert data.federation.global_test is None
     for wrong in ([], [20], [-1, 2]):
         with pytest.raises(FederationError, match="eval_only must name some of the clients 0 to 19"):
             digits(eval_only=wrong).val_dataloader()

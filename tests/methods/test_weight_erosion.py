@@ -209,6 +209,17 @@ def test_an_update_that_is_left_out_counts_nothing(monkeypatch: pytest.MonkeyPat
     assert largest_difference(weights(method), start) == 0.0
 
 
+@pytest.mark.parametrize("agent", [2, "all"])
+def test_a_development_run_has_the_agent_in_it(agent: Any) -> None:
+    method = erosion(agent_of_interest=agent)
+    start = weights(method)
+    fit(method, blobs(), fast_dev_run=True)
+    assert len(method.snapshots) == 2
+    assert largest_difference(weights(method), start) > 0
+    if agent == "all":  # agents without an update of their own keep their model
+        assert largest_difference(method.personal_state(3), start) == 0.0
+
+
 def test_what_crosses_is_the_model() -> None:
     method, up = erosion(agent_of_interest=0), set()
     method.on_before_aggregate = lambda messages: up.update(*(m.tensors for m in messages))  # type: ignore[attr-defined]
