@@ -47,11 +47,11 @@ class Clock(Callback):
         self.validating += time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Steps per second without validation, which the plain loop has not."""
+        """Steps per second, and seconds per round, without validation, which the plain loop has not."""
         elapsed = time.perf_counter() - self.began - self.validating
         self.speed = (steps_of(pl_module) - self.before) / elapsed
-        rounds = trainer.current_epoch - self.warm_up
-        self.share = self.validating / (self.validating + elapsed / rounds)
+        self.seconds = elapsed / (trainer.current_epoch - self.warm_up)
+        self.share = self.validating / (self.validating + self.seconds)
 
 
 def steps_of(module: FederatedModule) -> int:
