@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.engine import AutoEngine, Job, LocalTraining, Move, Phase, make_engine
+from fl_lightning.engine import Job, LocalTraining, Move, Phase, settled
 from fl_lightning.federation import Federation
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import State
@@ -40,8 +40,7 @@ def fit_entries(
     Returns:
         The trained entries of every client.
     """
-    undecided = isinstance(method.engine, AutoEngine) and method.engine.choice is None
-    engine = make_engine("sequential", method.engine.width) if undecided else method.engine
+    engine = settled(method.engine)
     order = sorted(clients, key=lambda client: (-int(federation.train.sizes[client]), client))
     fitting = _Fitting(method, names, epochs)
     fitted: dict[int, State] = {}
