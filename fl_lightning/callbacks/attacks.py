@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,13 +17,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from fl_lightning import seeding
 from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.fairness import client_groups
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.report import Report
 from fl_lightning.privacy.views import make_views
 from fl_lightning.privacy.wiretap import Run, Wire, finished, intercept
-from fl_lightning.wire import Message
+from fl_lightning.wire import Message, State
 
 ViewName = Literal["outsider", "server", "other_client", "insider"]
 ALL_VIEWS: tuple[ViewName, ...] = ("outsider", "server", "other_client", "insider")
@@ -49,6 +51,8 @@ class AttackCallback(FederatedCallback):
 
     #: The attack's name.
     attack: ClassVar[str]
+    #: How its figures are called in published tables.
+    metric_prefix: ClassVar[str]
     #: The score that tells how strong an attack is.
     by: ClassVar[str]
 
@@ -70,6 +74,7 @@ class AttackCallback(FederatedCallback):
         self.reports: dict[int, Report] = {}
         self.wire = Wire(memory=memory)
         self._initial: FederatedModule | None = None
+        self._heard: dict[int, list[State]] = {}
 
     @abstractmethod
     def strike(self, trainer: Trainer, run: Run) -> list[dict[str, Any]]:
@@ -110,11 +115,53 @@ class AttackCallback(FederatedCallback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack a trained method, as a checkpoint left it."""
         assert self.wire.clients is not None
-        self._carry_out(trainer, pl_module, intercept(_federated(pl_module), sorted(self.wire.clients)))
+        defences = [c for c in trainer.callbacks if isinstance(c, DifferentialPrivacyCallback)]  # type: ignore[attr-defined]
+
+        def protect(received: State, message: Message) -> None:
+            for defence in defences:
+                defence.on_client_start(trainer, pl_module, message.client, received)
+                defence.on_client_end(trainer, pl_module, message.client, message)
+
+        run = intercept(_federated(pl_module), sorted(self.wire.clients), protect)
+        self._carry_out(trainer, pl_module, run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was heard so far, so that a resumed run's attack is that of one never stopped."""
+        return {"sent": {client: list(messages) for client, messages in self.wire.sent.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._heard = state_dict["sent"]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take up what a checkpoint had heard, on the module's device."""
+        for client, messages in self._heard.items():
+            for message in messages:
+                self.wire.note(client, {name: value.to(pl_module.device) for name, value in message.items()})
+        self._heard = {}
 
     def run_metrics(self) -> dict[str, float]:
-        """The last report's figures for the tables of ``fl-lightning reproduce``."""
-        return {} if self.report is None else self.report.scalars()
+        """The last report's figures for the tables of ``fl-lightning reproduce``, in their units.
+
+        ``<name>_<score>`` is the outsider's plain attack, with the first assumption and the first variant, as papers
+        have it; ``<name>_<score>/<view>`` the strongest of a view; ``<name>_<score>/strongest`` that of all views but
+        the insider's, who is no adversary.
+        """
+        report = self.report
+        if report is None:
+            return {}
+        plain = next((way for way in report.ways() if way["view"] == "outsider"), None)
+        found = {} if plain is None else {"": report.mean(report.select(**plain))}
+        found |= {f"/{view}": report.strongest(view=view) or {} for view in report.views()}
+        outside = [found[f"/{view}"] for view in report.views() if view != "insider"]
+        if outside:
+            found["/strongest"] = max(outside, key=lambda scores: scores[self.by])
+        return {
+            f"{self.metric_prefix}_{name}{where}": value if name in ("psnr", "ssim") else 100 * value
+            for where, scores in found.items()
+            for name, value in scores.items()
+            if isinstance(value, float) and not math.isnan(value)
+        }
 
     def _carry_out(self, trainer: Trainer, module: Any, run: Run) -> None:
         rounds = module.completed_rounds

@@ -49,6 +49,7 @@ class ModelInversionCallback(AttackCallback):
     """
 
     attack = "inversion"
+    metric_prefix = "inversion"
     by = "psnr"
 
     def __init__(
@@ -98,7 +99,7 @@ class ModelInversionCallback(AttackCallback):
 
     def run_metrics(self) -> dict[str, float]:
         """The last report's figures, and the judge's accuracy."""
-        judged = {} if self._judge is None else {"inversion/judge_acc": self._judge.accuracy}
+        judged = {} if self._judge is None else {"inversion_judge_acc": 100 * self._judge.accuracy}
         return super().run_metrics() | judged
 
     def _show(self, trainer: Trainer, rounds: int) -> None:

@@ -39,6 +39,7 @@ class GradientLeakageCallback(AttackCallback):
     """
 
     attack = "leakage"
+    metric_prefix = "leakage"
     by = "psnr"
 
     def __init__(

@@ -46,6 +46,7 @@ class MembershipInferenceCallback(AttackCallback):
     """
 
     attack = "membership"
+    metric_prefix = "mia"
     by = "auroc"
 
     def __init__(

@@ -10,15 +10,27 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.cli import figures
-from fl_lightning.cli.cells import cached, run_cell
+from fl_lightning.cli.cells import cached, folder_of, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
-from fl_lightning.cli.tables import Cell, Config, beside, config_hash, config_of, label, select, table, tables
+from fl_lightning.cli.tables import (
+    Cell,
+    Config,
+    beside,
+    config_hash,
+    config_of,
+    label,
+    metric_key,
+    select,
+    table,
+    tables,
+)
 from fl_lightning.errors import FederationError
 
 Measured = dict[str, Any]
@@ -111,7 +123,9 @@ def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Mea
     config, other = _config(cell, rounds), beside(cell)
     found = {seed: result for seed in seeds if (result := cached(root, config, seed)) is not None}
     if other is None:
-        values = [result["metrics"][cell["metric"]] for result in found.values() if cell["metric"] in result["metrics"]]
+        key = metric_key(cell)
+        found = {seed: result for seed, result in found.items() if key in result["metrics"]}
+        values = [result["metrics"][key] for result in found.values()]
     else:
         base = {seed: cached(root, _config(other, rounds), seed) for seed in found}
         found = {seed: result for seed, result in found.items() if base[seed] is not None}
@@ -157,16 +171,27 @@ def cells_of(row: Cell) -> Iterator[str]:
 def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
     """Pictures of a table's runs, one set per data set and partition, where at least one run is finished."""
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    images: dict[tuple[str, str], dict[str, Any]] = {}
     for cell in [cell for cell in table(name) if cell["metric"] != "parameters"]:
         plain = not any(key in cell for key in ("E", "F", "l1_weight"))
         results = [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
         if plain and results:
             groups.setdefault((cell["dataset"], cell["partition"]), {})[cell["method"]] = results
+            saved = folder_of(root, _config(cell, rounds), seeds[0]) / "inversion.pt"
+            if saved.exists():
+                found = torch.load(saved, weights_only=True)
+                images.setdefault((cell["dataset"], cell["partition"]), {})[cell["method"]] = found
     folder.mkdir(parents=True, exist_ok=True)
     for (dataset, partition), runs in groups.items():
         stem, title = f"results-{name.replace('/', '-')}-{dataset}-{partition}", f"{dataset}, {partition}"
-        figures.curves(runs, folder / f"{stem}.png", title)
-        if all("minority" in result["curves"] for results in runs.values() for result in results):
+        every = [result for results in runs.values() for result in results]
+        if all(result["rounds"] > 1 for result in every):
+            figures.curves(runs, folder / f"{stem}.png", title)
+        if any("mia_auroc/insider" in result["metrics"] for result in every):
+            figures.trade_off(runs, folder / f"{stem}-privacy.png", title)
+        if (dataset, partition) in images:
+            figures.inversions(images[dataset, partition], folder / f"{stem}-inversion.png", title)
+        if all("minority" in result["curves"] for result in every):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -46,8 +47,9 @@ def tables() -> dict[str, list[Cell]]:
     """Every table that a recipe covers, with its cells and those that the recipe adds."""
     found: dict[str, list[Cell]] = {}
     for recipe in recipes():
-        for cell in _read("published.yaml")["results"]:
-            if cell["paper"] in recipe["papers"] and _covered(recipe, cell):
+        published = (cell for cell in _read("published.yaml")["results"] if cell["paper"] in recipe["papers"])
+        for cell in [*published, *_own(recipe)]:
+            if _covered(recipe, cell):
                 found.setdefault(table_name(cell), []).extend([cell, *_more(recipe, cell)])
     return found
 
@@ -104,10 +106,22 @@ def _covered(recipe: dict[str, Any], cell: Cell) -> bool:
 def _more(recipe: dict[str, Any], cell: Cell) -> list[Cell]:
     """Cells that the recipe adds beside a published one; they have no published value."""
     return [
-        {**cell, **extra["set"], "value": None, "std": None}
+        {**cell, **keys, "value": None, "std": None}
         for extra in recipe.get("also", [])
         if _fits(cell, extra["when"]) and not any(key in cell for key in extra.get("without", []))
+        for keys in _combinations(extra["set"])
     ]
+
+
+def _own(recipe: dict[str, Any]) -> list[Cell]:
+    """Cells of tables that no paper has."""
+    return [{**keys, "value": None, "std": None} for cell in recipe.get("cells", []) for keys in _combinations(cell)]
+
+
+def _combinations(keys: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the values of keys that are given as lists."""
+    lists = [value if isinstance(value, list) else [value] for value in keys.values()]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*lists)]
 
 
 def _fits(cell: Cell, when: Mapping[str, Any]) -> bool:
@@ -127,4 +141,27 @@ def _nested(path: list[str], value: Any) -> Config:
 
 
 #: Metrics that a finished run answers.
-METRICS = ("local_test_acc", "majority", "minority", "gap", "variance", "parameters", "gain_over_fedavg")
+METRICS = (
+    "local_test_acc",
+    "majority",
+    "minority",
+    "gap",
+    "variance",
+    "parameters",
+    "gain_over_fedavg",
+    "mia_accuracy",
+    "mia_f1",
+    "mia_auroc",
+    "mia_tpr_at_1",
+    "inversion_psnr",
+    "inversion_ssim",
+    "inversion_attack_acc",
+    "inversion_judge_acc",
+    "up_bytes_per_round",
+    "down_bytes_per_round",
+)
+
+
+def metric_key(cell: Cell) -> str:
+    """Under which name a finished run has a cell's metric: attacks have one figure for every view."""
+    return f"{cell['metric']}/{cell['view']}" if "view" in cell else str(cell["metric"])

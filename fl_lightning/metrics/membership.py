@@ -89,7 +89,7 @@ def best_threshold(scores: Tensor, members: Tensor) -> float:
     """The score from which on calling samples members is right most often; of equals the highest.
 
     Example:
-        >>> best_threshold(torch.tensor([0.9, 0.4, 0.1]), torch.tensor([True, True, False]))
+        >>> best_threshold(torch.tensor([0.9, 0.5, 0.0]), torch.tensor([True, True, False]))
         0.25
     """
     found, alarms = _rates(scores, members)

@@ -124,16 +124,18 @@ def as_clients(federation: Federation, train: Sequence[Tensor], test: Sequence[T
 
 
 def _untrained(federation: Federation, needed: int) -> tuple[Rows, str]:
-    """Rows that nobody trains on, and whether some of them are clients' test rows."""
-    free = torch.ones(len(federation.targets), dtype=torch.bool, device=federation.device)
-    held = [federation.train.flat] + ([] if federation.val is None else [federation.val.flat])
-    free[torch.cat(held)] = False
+    """Rows of the trained classes that nobody trains on, and whether some of them are clients' test rows."""
+    targets, classes = federation.targets, federation.num_classes
+    trained = torch.bincount(targets[federation.train.flat], minlength=classes)
+    free = trained[targets] > 0
+    free[federation.train.flat] = False
+    if federation.val is not None:
+        free[federation.val.flat] = False
     unowned = free.clone()
     unowned[federation.test.flat] = False
-    source = "unowned" if int(unowned.sum()) >= needed else "held out"
-    chosen = unowned if source == "unowned" else free
-    rows: Rows = torch.nonzero(chosen).flatten().cpu().numpy()
-    return rows, source
+    enough = torch.bincount(targets[unowned], minlength=classes) >= needed * trained / trained.sum()
+    rows: Rows = torch.nonzero(unowned if bool(enough.all()) else free).flatten().cpu().numpy()
+    return rows, "unowned" if bool(enough.all()) else "held out"
 
 
 def _in_proportion(counts: Rows, total: int) -> Rows:

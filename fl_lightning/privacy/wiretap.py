@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,7 +77,9 @@ def finished(module: FederatedModule, wire: Wire) -> Run:
     return Run(module, wire, {client: dict(module.snapshots[client].private) for client in wire.sent})
 
 
-def intercept(module: FederatedModule, clients: Sequence[int]) -> Run:
+def intercept(
+    module: FederatedModule, clients: Sequence[int], protect: Callable[[State, Message], None] | None = None
+) -> Run:
     """What the clients would send in the next round, after a run of which nothing was recorded, as from a checkpoint.
 
     Nothing of the round is kept: server and snapshots stay as they are.
@@ -85,6 +87,7 @@ def intercept(module: FederatedModule, clients: Sequence[int]) -> Run:
     Args:
         module: a trained method under a Trainer with its data.
         clients: the clients to listen to.
+        protect: what clients do to a message before it leaves, given what they received.
     """
     run, engine = Run(module, Wire(memory=1), {}), settled(module.engine)
     with torch.inference_mode(False), torch.enable_grad():
@@ -93,7 +96,10 @@ def intercept(module: FederatedModule, clients: Sequence[int]) -> Run:
             jobs = [Job(client, module.begin(client, message)) for client, message in received.items()]
             results = engine.train(module, module.federation, jobs, module.completed_rounds)
             for job, result in zip(jobs, results, strict=True):
-                message, kept = module.finish(job.client, result.state, received[job.client])
-                run.wire.note(job.client, message)
+                sent, kept = module.finish(job.client, result.state, received[job.client])
+                message = Message(job.client, sent, len(module.federation.train[job.client]))
+                if protect is not None:
+                    protect(received[job.client], message)
+                run.wire.note(job.client, message.tensors)
                 run.private[job.client] = {name: value.detach().clone() for name, value in kept.items()}
     return run

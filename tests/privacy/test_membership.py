@@ -46,6 +46,11 @@ def test_an_overfitted_target_is_found_out() -> None:
         assert scores["best_accuracy"] >= scores["accuracy"] - 1e-9
         assert scores["tpr_at_1"] >= scores["tpr_at_01"]
     assert {row["client"] for row in report.rows} == set(range(CLIENTS))
+    metrics = attacked()[1].run_metrics()
+    plain = report.mean(report.select(view="outsider", assumption="seen", variant="shadow"))
+    assert metrics["mia_accuracy"] == pytest.approx(100 * plain["accuracy"])
+    best = max(report.mean(report.select(**w))["auroc"] for w in report.ways() if w["view"] != "insider")
+    assert metrics["mia_auroc/strongest"] == pytest.approx(100 * best)
 
 
 def test_an_untrained_target_gives_chance() -> None:
@@ -163,7 +168,7 @@ def test_nothing_that_crosses_nothing_to_attack() -> None:
     fit(Local(net(16), lr=0.1, engine="stacked"), noise(), 1, callbacks=[callback])
     assert callback.report is not None
     assert callback.report.views() == ["insider"]
-    assert "membership/outsider/auroc" not in callback.run_metrics()
+    assert not any(name.startswith("mia_auroc/outsider") for name in callback.run_metrics())
 
 
 @pytest.mark.parametrize(("start", "together"), [("current", True), ("initial", False)])
@@ -226,3 +231,19 @@ def test_scores_agree_with_the_adversarial_robustness_toolbox() -> None:
         rtol=1e-3,
         atol=1e-5,
     )
+
+
+def test_a_resumed_run_has_heard_what_the_first_part_heard(tmp_path: Path) -> None:
+    def run(rounds: int, path: str | None = None) -> tuple[Any, MembershipInferenceCallback]:
+        callback = MembershipInferenceCallback(["server"], samples=40, shadows=1, memory=9)
+        method = FedAvg(net(16), lr=0.1, engine="stacked")
+        done = fit(method, noise(fraction=0.25), rounds, path, callbacks=[callback], precision="32-true")
+        return done, callback
+
+    part, _ = run(2)
+    part.save_checkpoint(tmp_path / "part.ckpt")
+    _, resumed = run(4, str(tmp_path / "part.ckpt"))
+    _, whole = run(4)
+    assert resumed.report is not None
+    assert whole.report is not None
+    assert resumed.report.rows == whole.report.rows
