@@ -42,7 +42,7 @@ class AttackCallback(FederatedCallback):
 
     Args:
         views: the adversaries; see :mod:`fl_lightning.privacy.views`.
-        clients: how many clients are attacked, picked at random; None means all.
+        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
         every: attack after every so many rounds too, not only at the end.
         memory: how many messages of a client the server's view uses.
         group: what of the federation's ``meta`` divides the clients in the report.
@@ -61,7 +61,7 @@ class AttackCallback(FederatedCallback):
         views: Sequence[ViewName] = ALL_VIEWS,
         clients: int | None = 10,
         every: int | None = None,
-        memory: int = 5,
+        memory: int = 3,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
@@ -90,12 +90,10 @@ class AttackCallback(FederatedCallback):
         return self.reports[max(self.reports)] if self.reports else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Choose the clients to listen to, and keep the method as it is before it is trained."""
+        """Begin to listen, and keep the method as it is before it is trained."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"{type(self).__name__} needs a federated method, not {type(pl_module).__name__}.")
-        number = pl_module.federation.num_clients
-        chosen = seeding.stream(pl_module.seed, "attack.clients").permutation(number)[: self.clients]
-        self.wire = Wire(set(chosen.tolist()), self.memory)
+        self.wire = Wire(self.clients, self.memory)
         self._initial = copy.deepcopy(pl_module)
         self._groups = client_groups(pl_module.federation, self.group)
 
@@ -114,7 +112,9 @@ class AttackCallback(FederatedCallback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack a trained method, as a checkpoint left it."""
-        assert self.wire.clients is not None
+        module = _federated(pl_module)
+        stream = seeding.stream(module.seed, "attack.clients")
+        chosen = sorted(stream.permutation(module.federation.num_clients)[: self.clients].tolist())
         defences = [c for c in trainer.callbacks if isinstance(c, DifferentialPrivacyCallback)]  # type: ignore[attr-defined]
 
         def protect(received: State, message: Message) -> None:
@@ -122,8 +122,7 @@ class AttackCallback(FederatedCallback):
                 defence.on_client_start(trainer, pl_module, message.client, received)
                 defence.on_client_end(trainer, pl_module, message.client, message)
 
-        run = intercept(_federated(pl_module), sorted(self.wire.clients), protect)
-        self._carry_out(trainer, pl_module, run)
+        self._carry_out(trainer, pl_module, intercept(module, chosen, protect))
 
     def state_dict(self) -> dict[str, Any]:
         """What was heard so far, so that a resumed run's attack is that of one never stopped."""

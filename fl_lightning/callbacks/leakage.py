@@ -32,7 +32,7 @@ class GradientLeakageCallback(AttackCallback):
         starts: searches, of which the best match is kept.
         rate: learning rate of Adam.
         variation: weight of the total variation.
-        clients: how many clients are attacked, picked at random; None means all.
+        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
         every: attack after every so many rounds too, not only at the end.
         group: what of the federation's ``meta`` divides the clients in the report.
         folder: where the report is written; None means the Trainer's log folder.

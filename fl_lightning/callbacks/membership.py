@@ -38,7 +38,7 @@ class MembershipInferenceCallback(AttackCallback):
             current model.
         shadows_together: the shadows are clients of one federation, as the target is; else each is the only client of
             one, and knows its samples better than any client of the target does.
-        clients: how many clients are attacked, picked at random; None means all.
+        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
         every: attack after every so many rounds too, not only at the end.
         memory: how many messages of a client the server's view uses.
         group: what of the federation's ``meta`` divides the clients in the report.
@@ -59,7 +59,7 @@ class MembershipInferenceCallback(AttackCallback):
         shadows_together: bool = True,
         clients: int | None = 10,
         every: int | None = None,
-        memory: int = 5,
+        memory: int = 3,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:

@@ -43,7 +43,7 @@ def train_shadows(
     rounds: int,
     like: Trainer,
     together: bool = True,
-    memory: int = 5,
+    memory: int = 3,
 ) -> list[tuple[Run, int]]:
     """Train shadows as the method trains clients, by the same number of rounds.
 

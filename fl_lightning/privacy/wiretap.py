@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,23 +16,25 @@ from fl_lightning.wire import Message, State
 
 @dataclass
 class Wire:
-    """The last messages of the clients that are listened to.
+    """The last messages of the clients that were heard last: the fresher a message, the stronger an attack.
 
     Args:
-        clients: these clients; None means all.
+        clients: of how many clients messages are kept; None means all.
         memory: how many messages are kept of each.
     """
 
-    clients: Collection[int] | None = None
-    memory: int = 5
-    #: Up messages by client, the last one at the end.
+    clients: int | None = None
+    memory: int = 3
+    #: Up messages by client, the last one at the end, and the client heard last at the end.
     sent: dict[int, deque[State]] = field(default_factory=dict)
 
     def note(self, client: int, message: State) -> None:
-        """Keep a copy of an up message."""
-        if self.clients is None or client in self.clients:
-            copy = {name: value.detach().clone() for name, value in message.items()}
-            self.sent.setdefault(client, deque(maxlen=self.memory)).append(copy)
+        """Keep a copy of an up message, and forget the client that was silent for longest if there are too many."""
+        kept = self.sent.pop(client, deque(maxlen=self.memory))
+        kept.append({name: value.detach().clone() for name, value in message.items()})
+        self.sent[client] = kept
+        if self.clients is not None and len(self.sent) > self.clients:
+            del self.sent[next(iter(self.sent))]
 
 
 @dataclass

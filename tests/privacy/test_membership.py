@@ -122,7 +122,7 @@ def test_with_and_without_attacks_the_weights_are_the_same(kind: type[FederatedM
         return method
 
     plain = run()
-    attacked = run(MembershipInferenceCallback(every=1, samples=40, shadows=2))
+    attacked = run(MembershipInferenceCallback(["outsider", "other_client"], every=2, samples=40, shadows=1, clients=2))
     assert largest_difference(weights(plain), weights(attacked)) == 0.0
     for client in plain.snapshots:
         mine, theirs = plain.snapshots[client].private, attacked.snapshots[client].private

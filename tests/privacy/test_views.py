@@ -163,3 +163,10 @@ def test_messages_in_a_language_of_their_own_are_refused() -> None:
 def test_unknown_views_are_refused() -> None:
     with pytest.raises(FederationError, match="no view 'spy': choose among outsider, server, other_client, insider"):
         make_views(["outsider", "spy"])
+
+
+def test_the_wire_keeps_those_heard_last() -> None:
+    wire = Wire(clients=2, memory=2)
+    for number, client in enumerate((0, 1, 0, 0, 2, 0)):
+        wire.note(client, {"w": torch.tensor(number)})
+    assert {c: [int(m["w"]) for m in messages] for c, messages in wire.sent.items()} == {2: [4], 0: [3, 5]}
