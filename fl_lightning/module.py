@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -122,6 +122,9 @@ class FederatedModule(LightningModule):
         # Not registered and made where it is used: it is neither saved nor shared with other processes.
         self.__dict__["_functional"] = None
 
+    #: Whether the server's model is a mean of the clients' under weights that their data does not decide.
+    aggregates_by_mean: ClassVar[bool] = True
+
     # ---- what a method may say ------------------------------------------------------------------------------
 
     def is_private(self, name: str) -> bool:
@@ -231,6 +234,25 @@ class FederatedModule(LightningModule):
     def global_models(self) -> Sequence[tuple[float, State]]:
         """Models scored on a test set that belongs to nobody, each with the share of clients that it is for."""
         return [] if self.private_names else [(1.0, self.server_state())]
+
+    # ---- what an adversary makes of a method's messages; see fl_lightning.privacy ----------------------------
+
+    def revealed(self, message: State) -> State:
+        """The entries of the net that a message, up or down, tells whoever reads it."""
+        return {name: message[name] for name in self.shared_names if name in message}
+
+    def private_start(self) -> State:
+        """Private entries that whoever lacks them may fit to data of their own, as clients have them at first."""
+        state = self.server_state()
+        return {name: state[name] for name in self.trainable_names if self._stays(name)}
+
+    def assumptions(self) -> dict[str, State]:
+        """What whoever lacks the private entries may put in their place without data, by name."""
+        return {"initial": self.private_start()} if self.private_start() else {"seen": {}}
+
+    def assume(self, state: State, private: State) -> State:
+        """The model of a client with the shared entries of ``state`` and these private ones."""
+        return {**state, **{name: value for name, value in private.items() if name in state}}
 
     # ---- what a method may use ------------------------------------------------------------------------------
 

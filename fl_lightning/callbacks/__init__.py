@@ -5,10 +5,14 @@ from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.bias import ParameterBiasCallback
 from fl_lightning.callbacks.clusters import ClustersCallback
 from fl_lightning.callbacks.dashboard import Dashboard
+from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.factors import FactorsCallback
 from fl_lightning.callbacks.fairness import FairnessCallback
 from fl_lightning.callbacks.inferred import InferredDistributionCallback
+from fl_lightning.callbacks.inversion import ModelInversionCallback
+from fl_lightning.callbacks.leakage import GradientLeakageCallback
 from fl_lightning.callbacks.ledger import LedgerCallback
+from fl_lightning.callbacks.membership import MembershipInferenceCallback
 from fl_lightning.callbacks.record import RunRecord
 from fl_lightning.progress import (
     FederatedRichProgressBar,
@@ -21,13 +25,17 @@ __all__ = [
     "AgentWeightsCallback",
     "ClustersCallback",
     "Dashboard",
+    "DifferentialPrivacyCallback",
     "FactorsCallback",
     "FairnessCallback",
     "FederatedCallback",
     "FederatedRichProgressBar",
     "FederatedTQDMProgressBar",
+    "GradientLeakageCallback",
     "InferredDistributionCallback",
     "LedgerCallback",
+    "MembershipInferenceCallback",
+    "ModelInversionCallback",
     "ParameterBiasCallback",
     "RoundProgress",
     "RunRecord",

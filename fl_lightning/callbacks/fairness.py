@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
 from fl_lightning.metrics import fairness_summary, group_means, majority_minority
 from fl_lightning.metrics.fairness import scored
 from fl_lightning.module import FederatedModule
@@ -223,6 +224,15 @@ class GroupTally:
         order = total[seen].sort(descending=True, stable=True).indices
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         return rank, [f"group_{int(number)}" for number in seen[order]]
+
+
+def client_groups(federation: Federation, key: str) -> dict[int, str]:
+    """The name of every client's group; none where the federation's ``meta`` does not have the key."""
+    meta = federation.meta.get(key)
+    if meta is None:
+        return {}
+    groups, names = _grouped(meta, key)
+    return {client: names[group] for client, group in enumerate(groups.tolist())}
 
 
 def _grouped(meta: Sequence[Any], key: str) -> tuple[Tensor, list[str]]:

@@ -142,17 +142,18 @@ def run_cell(root: Path, config: Config, seed: int, threads: int = 1) -> dict[st
 
 def _arguments(config: Config, seed: int, folder: Path) -> Config:
     """The configuration as a quiet run that saves itself every few rounds."""
-    saver = {"dirpath": str(folder), "filename": Path(CHECKPOINT).stem, "every_n_epochs": EVERY}
     arguments = copy.deepcopy(config)
+    own = arguments.setdefault("trainer", {}).get("callbacks", [])
+    saver = {"dirpath": str(folder), "filename": Path(CHECKPOINT).stem, "every_n_epochs": EVERY}
     arguments["seed_everything"] = seed
-    trainer = arguments.setdefault("trainer", {})
-    trainer.update(
+    arguments["trainer"].update(
         accelerator="cpu",
+        default_root_dir=str(folder),  # where callbacks write
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            *trainer.get("callbacks", []),
+            *own,
             {"class_path": "fl_lightning.cli.cells.Recorder", "init_args": {"path": str(folder / PROGRESS)}},
             {"class_path": "ModelCheckpoint", "init_args": {**saver, "enable_version_counter": False}},
         ],
@@ -181,6 +182,8 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
         metrics[f"rounds_to_{GOAL}"] = 1 + next(i for i, accuracy in enumerate(curve) if accuracy >= GOAL)
     if "minority" in final:
         metrics["gap"] = final["majority"] - final["minority"]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        metrics |= callback.run_metrics() if hasattr(callback, "run_metrics") else {}
     return {
         "metrics": metrics,
         "rounds": len(curve),

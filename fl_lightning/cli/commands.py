@@ -22,6 +22,7 @@ COMMANDS = {
     "validate": Command("fl_lightning.cli.lightning", "evaluate every client after a run's last round"),
     "test": Command("fl_lightning.cli.lightning", "evaluate every client on its test set"),
     "predict": Command("fl_lightning.cli.lightning", "predict the classes of every client's test set"),
+    "attack": Command("fl_lightning.cli.attack", "carry out a privacy attack on a checkpoint"),
     "reproduce": Command("fl_lightning.cli.reproduce", "run a published table, put the results beside it"),
     "compare": Command("fl_lightning.cli.compare", "put finished runs side by side, write a report"),
     "partition": Command("fl_lightning.cli.partition", "build a partition, show it, write its manifest"),

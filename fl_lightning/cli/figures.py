@@ -13,6 +13,7 @@ from fl_lightning.pictures import STYLES
 
 #: What the axes of pictures say.
 WORDS = {"global_test_acc": "global test accuracy (%)", "local_test_acc": "mean local test accuracy (%)"}
+MARKERS = "osD^vPX*<>hp"
 #: Results of the seeds of one method.
 Runs = Sequence[Mapping[str, Any]]
 
@@ -105,6 +106,68 @@ def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: 
         axes.set(xlabel=key, ylabel=WORDS[about], title=title)
 
     _picture(draw, path)
+
+
+def trade_off(runs: Mapping[str, Runs], path: Path, title: str) -> None:
+    """Privacy against accuracy against fairness, all methods on one page; left and low is the good corner of each.
+
+    The attack is the strongest that any adversary but the insider carried out, by AUROC; chance where nothing crosses.
+    """
+    from matplotlib.figure import Figure
+
+    def attack(result: Mapping[str, Any]) -> float:
+        return float(result["metrics"].get("mia_auroc/strongest", 50.0))
+
+    measures: dict[str, Callable[[Mapping[str, Any]], float]] = {
+        "error, mean over clients (%)": lambda result: 100 - float(result["metrics"]["local_test_acc"]),
+        "membership AUROC, strongest attack (%)": attack,
+        "variance of accuracy over clients (%²)": lambda result: float(result["metrics"]["variance"]),
+    }
+    names = list(measures)
+    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    for axes, (x, y) in zip(figure.subplots(1, 3), ((0, 1), (0, 2), (2, 1)), strict=True):
+        for i, (method, results) in enumerate(runs.items()):
+            place = [float(np.mean([measures[names[k]](result) for result in results])) for k in (x, y)]
+            style = {"color": STYLES[i % len(STYLES)][0], "marker": MARKERS[i % len(MARKERS)]}
+            axes.plot(*([value] for value in place), linestyle="", markersize=9, label=method, **style)
+        if y == 1:
+            axes.axhline(50, color="grey", linewidth=0.8, linestyle=":")
+        axes.set(xlabel=names[x], ylabel=names[y])
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{title}: privacy, accuracy and fairness")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def inversions(images: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> None:
+    """What the outsider reconstructs of one client under each method (the papers' figure 6): class means first."""
+    from matplotlib.figure import Figure
+
+    shown = {method: [one for one in found if one["view"] == "outsider"] for method, found in images.items()}
+    rows = [(method, one) for method, found in shown.items() for one in _of_one_client(found)]
+    if not rows:
+        return
+    columns = max(len(one["classes"]) * 4 for _, one in rows)
+    figure = Figure(figsize=(1.0 * columns + 2, 1.25 * len(rows)), layout="constrained")
+    grid = np.atleast_2d(figure.subplots(len(rows), columns))
+    for line, (method, one) in zip(grid, rows, strict=True):
+        for axes in line:
+            axes.set_axis_off()
+        pictures = [
+            picture for mean, found in zip(one["means"], one["images"], strict=True) for picture in (mean, *found[:3])
+        ]
+        for axes, picture in zip(line, pictures, strict=False):
+            pixels = np.moveaxis(np.asarray(picture), 0, -1)
+            axes.imshow(pixels.squeeze(), cmap="gray", vmin=0, vmax=1)
+        line[0].set_title(f"{method}, {one['assumption']}", fontsize="small", loc="left")
+    figure.suptitle(f"{title}: mean of each class that a client holds, and three reconstructions of it")
+    figure.savefig(path, dpi=110)
+
+
+def _of_one_client(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The reconstructions of the first client, under every assumption."""
+    return [one for one in found if one["client"] == found[0]["client"]]
 
 
 def _mean(results: Runs, name: str) -> Any:

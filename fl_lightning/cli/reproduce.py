@@ -10,12 +10,13 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.cli import figures
-from fl_lightning.cli.cells import cached, progress_of, run_cell
+from fl_lightning.cli.cells import cached, folder_of, progress_of, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.results import figure, write_page
 from fl_lightning.cli.tables import (
@@ -189,6 +190,7 @@ def cells_of(row: Cell) -> Iterator[str]:
 def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
     """Pictures of finished runs of a table, one set for each data set, partition and net of the cells."""
     groups: dict[tuple[str, ...], dict[str, list[dict[str, Any]]]] = {}
+    images: dict[tuple[str, ...], dict[str, Any]] = {}
     nets: dict[tuple[str, str], set[str | None]] = {}
     for cell in table(name):
         nets.setdefault((cell["dataset"], cell["partition"]), set()).add(cell.get("model"))
@@ -199,17 +201,26 @@ def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int
         results = _finished(root, cell, seeds, rounds)
         if plain and results:
             groups.setdefault(_about(cell, nets), {})[line_name(cell)] = results
+            saved = folder_of(root, _config(cell, rounds), seeds[0]) / "inversion.pt"
+            if saved.exists():
+                images.setdefault(_about(cell, nets), {})[line_name(cell)] = torch.load(saved, weights_only=True)
     folder.mkdir(parents=True, exist_ok=True)
     for study in studies(name):
         draw_study(root, name, study, seeds, rounds, folder)
     for about, runs in groups.items():
         stem = f"results-{'-'.join([name.replace('/', '-'), *about])}".replace("*", "-star")
         title = ", ".join(about)
-        figures.curves(runs, folder / f"{stem}.png", title, accuracy_of(name), best=asked[about])
+        every = [result for results in runs.values() for result in results]
+        if all(result["rounds"] > 1 for result in every):
+            figures.curves(runs, folder / f"{stem}.png", title, accuracy_of(name), best=asked[about])
+        if any("mia_auroc/insider" in result["metrics"] for result in every):
+            figures.trade_off(runs, folder / f"{stem}-privacy.png", title)
+        if about in images:
+            figures.inversions(images[about], folder / f"{stem}-inversion.png", title)
         if accuracy_of(name) == "global_test_acc":
             figures.losses(runs, folder / f"{stem}-loss.png", title)
             figures.by_time(runs, folder / f"{stem}-time.png", title, accuracy_of(name))
-        if all("minority" in result["curves"] for results in runs.values() for result in results):
+        if all("minority" in result["curves"] for result in every):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
 

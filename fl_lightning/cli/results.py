@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.cli.tables import label
+from fl_lightning.cli.tables import label, tables
 
 HEAD = """# Results
 
 Published tables beside what this library measured, written by `fl-lightning reproduce` from the files in `results/`.
 Nothing here was typed in. "Paper" is the published value, "-" where the paper has none; "measured" is the mean over
-seeds with the sample standard deviation, of the final round. Accuracies and gaps in percent, variances in percent².
+seeds with the sample standard deviation, of the final round. Accuracies and gaps in percent, variances in percent²,
+PSNR in dB, sizes in bytes. Attacks (mia: membership inference) are those of the named view, the strongest that it
+allows; without a view, the outsider's plain one, as the papers have it. Views and attacks: [privacy](privacy.md).
 
 To measure a table again: `fl-lightning reproduce TABLE --seeds 0 1 2 --jobs 2`.
 """
@@ -28,11 +30,11 @@ def figure(value: float | None, std: float | None) -> str:
 
 def write_page(results: Path, docs: Path) -> None:
     """Write ``docs/results.md`` from all result files."""
-    parts = [HEAD]
+    parts, known = [HEAD], {name.replace("/", "_"): name.replace("/", "-") for name in tables()}
     for path in sorted(results.glob("*.json")):
         rows: list[dict[str, Any]] = json.loads(path.read_text())
         parts.append(section(path.stem, rows))
-        name = path.stem.replace("_table", "-table").replace("_text", "-text").replace("_figure", "-figure")
+        name = known.get(path.stem, path.stem)
         for picture in sorted((docs / "pictures").glob(f"results-{name}-*.png")):
             parts.append(f"![{picture.stem.removeprefix('results-')}](pictures/{picture.name})\n")
     docs.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -57,8 +58,9 @@ def tables() -> dict[str, list[Cell]]:
     """Every table that a recipe covers, with its cells and those that the recipe adds."""
     found: dict[str, list[Cell]] = {}
     for recipe in recipes():
-        for cell in _read("published.yaml")["results"]:
-            if cell["paper"] in recipe["papers"] and _covered(recipe, cell):
+        published = (cell for cell in _read("published.yaml")["results"] if cell["paper"] in recipe["papers"])
+        for cell in [*published, *_own(recipe)]:
+            if _covered(recipe, cell):
                 for one in (cell, *_more(recipe, cell)):
                     found.setdefault(table_name(one), []).append(one)
     return found
@@ -95,9 +97,9 @@ def scale_of(cell: Cell) -> str | None:
 
 
 def run_metric(cell: Cell) -> str:
-    """What a cell's metric is called in a run's result."""
-    metric: str = cell["metric"]
-    return OF_THE_AGENT.get(metric, metric)
+    """What a cell's metric is called in a run's result; attacks have one figure for every view."""
+    metric = OF_THE_AGENT.get(cell["metric"], str(cell["metric"]))
+    return f"{metric}/{cell['view']}" if "view" in cell else metric
 
 
 def beside(cell: Cell) -> Cell | None:
@@ -148,10 +150,22 @@ def _covered(recipe: dict[str, Any], cell: Cell) -> bool:
 def _more(recipe: dict[str, Any], cell: Cell) -> list[Cell]:
     """Cells that the recipe adds beside a published one, or as a table of its own; they have no published value."""
     return [
-        {**cell, **extra["set"], "value": None, "std": None}
+        {**cell, **keys, "value": None, "std": None}
         for extra in recipe.get("also", [])
         if _fits(cell, extra["when"]) and not any(key in cell for key in extra.get("without", []))
+        for keys in _combinations(extra["set"])
     ]
+
+
+def _own(recipe: dict[str, Any]) -> list[Cell]:
+    """Cells of tables that no paper has."""
+    return [{**keys, "value": None, "std": None} for cell in recipe.get("cells", []) for keys in _combinations(cell)]
+
+
+def _combinations(keys: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the values of keys that are given as lists."""
+    lists = [value if isinstance(value, list) else [value] for value in keys.values()]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*lists)]
 
 
 def _fits(cell: Cell, when: Mapping[str, Any]) -> bool:
@@ -175,6 +189,8 @@ OF_THE_AGENT = {"best_alice_test_acc_over_rounds": "best_acc", "final_alice_test
 #: Metrics that a finished run answers.
 METRICS = (
     *("local_test_acc", "majority", "minority", "gap", "variance", "parameters", "gain_over_fedavg"),
-    *("global_test_acc", "best_acc", "rounds_to_98", "bytes_per_round"),
+    *("global_test_acc", "best_acc", "rounds_to_98", "bytes_per_round", "up_bytes_per_round", "down_bytes_per_round"),
+    *("mia_accuracy", "mia_f1", "mia_auroc", "mia_tpr_at_1"),
+    *("inversion_psnr", "inversion_ssim", "inversion_attack_acc", "inversion_judge_acc"),
     *OF_THE_AGENT,
 )

@@ -1,6 +1,6 @@
 """How a cohort is trained: one client at a time, or stacked; the results agree."""
 
-from fl_lightning.engine.auto import ENGINES, AutoEngine
+from fl_lightning.engine.auto import ENGINES, AutoEngine, settled
 from fl_lightning.engine.base import Engine
 from fl_lightning.engine.captured import CapturedEngine
 from fl_lightning.engine.contract import (
@@ -43,6 +43,7 @@ __all__ = [
     "WorkerEngine",
     "entries",
     "make_engine",
+    "settled",
 ]
 
 

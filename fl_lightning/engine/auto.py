@@ -158,3 +158,8 @@ def disagreement(left: Sequence[Result], right: Sequence[Result]) -> float:
                 scale = float(value.abs().max()) + 1e-12
                 worst = max(worst, float((value - b.state[name]).abs().max()) / scale)
     return worst
+
+
+def settled(engine: Engine) -> Engine:
+    """The engine for work outside the rounds: the one that ``auto`` chose, the sequential one while it has not."""
+    return SequentialEngine(engine.width) if engine.choice is None else engine

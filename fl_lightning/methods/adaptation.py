@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.engine import Job, LocalTraining, Move, Phase, make_engine
+from fl_lightning.engine import Job, LocalTraining, Move, Phase, settled
 from fl_lightning.federation import Federation
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import State
@@ -31,8 +31,7 @@ def fit_entries(fitting: Fitting, federation: Federation, clients: Sequence[int]
     Returns:
         The trained entries of every client.
     """
-    own = fitting.method.engine
-    engine = make_engine("sequential", own.width) if own.choice is None else own
+    engine = settled(fitting.method.engine)
     order = sorted(clients, key=lambda client: (-int(federation.train.sizes[client]), client))
     fitted: dict[int, State] = {}
     with torch.inference_mode(False), torch.enable_grad():  # Lightning evaluates without gradients

@@ -135,10 +135,8 @@ class FactorizedModule(FederatedModule, ABC):
         """The received dictionary and the client's own entries; for factors it never saw, the initial ones."""
         state = super().begin(client, message)
         state = {name: value for name, value in state.items() if not name.startswith(RECEIVED)}
-        for layer in self.factors:
-            for kind, value in self.initial(layer).items():
-                name = f"{layer}.{kind}"
-                state[name] = widened(state[name], value) if name in state else value
+        for name, value in self.private_start().items():
+            state[name] = widened(state[name], value) if name in state else value
         return state
 
     def client_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
@@ -196,11 +194,29 @@ class FactorizedModule(FederatedModule, ABC):
             target = name.removeprefix(RECEIVED)
             if target in state:
                 state[target] = widened(value, state[target])
-        for layer in self.factors:
+        return {**state, **self._masks(private, client)}
+
+    def _masks(self, private: State, client: int) -> State:
+        """The masks that own entries select."""
+        masks: State = {}
+        for layer, module in self.layers.items():
             rng = seeding.stream(self.seed, f"evaluation.{layer}", client=client)
             mask = self.selection(self.own(private, layer), rng)
-            state[f"{layer}.mask"] = widened(mask, torch.zeros_like(state[f"{layer}.mask"]))
-        return state
+            masks[f"{layer}.mask"] = widened(mask, torch.zeros_like(module.mask))
+        return masks
+
+    def private_start(self) -> State:
+        """The own entries."""
+        return {f"{m}.{kind}": value for m in self.factors for kind, value in self.initial(m).items()}
+
+    def assumptions(self) -> dict[str, State]:
+        """Every factor is used."""
+        return {"ones": {f"{name}.mask": torch.ones_like(layer.mask) for name, layer in self.layers.items()}}
+
+    def assume(self, state: State, private: State) -> State:
+        """The dictionary of ``state`` under these masks or own entries."""
+        known = set(self.own_names) <= private.keys()
+        return super().assume(state, private) | (self._masks(private, 0) if known else {})
 
     def prepare_evaluation(self, clients: Sequence[int]) -> None:
         """Adapt those of the clients that never trained, all together; kept until the dictionary changes."""
@@ -240,8 +256,7 @@ class FactorizedModule(FederatedModule, ABC):
 
     def _fit_own(self, federation: Federation, clients: Sequence[int], epochs: int) -> dict[int, State]:
         with torch.inference_mode(False):  # tensors made in it cannot be trained
-            initial = {f"{m}.{kind}": value for m in self.factors for kind, value in self.initial(m).items()}
-            state = {**self.server_state(), **initial}
+            state = {**self.server_state(), **self.private_start()}
         return fit_entries(Fitting(self, self.own_names, epochs), federation, clients, state)
 
     # ---- growth -----------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class QFFL(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``lr`` must be positive.
     """
 
+    aggregates_by_mean = False  # the clients' losses decide the weights
+
     def __init__(self, net: FedNet, q: float = 0.001, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:
         super().__init__(net, weighting=weighting, **kwargs)
         if not 0 <= q < math.inf:

@@ -196,11 +196,17 @@ class WAFFLe(FactorizedModule):
 
     def unfitted_masks(self) -> State:
         """All of b at 1, or at the prior's mean."""
-        if self.never_sampled != "prior_mean":
-            return {}
+        return self.prior_masks() if self.never_sampled == "prior_mean" else {}
+
+    def prior_masks(self) -> State:
+        """All of b at the prior's mean."""
         masks = {f"{layer}.mask": dist.prior_mean(n, self.alpha[layer]) for layer, n in self.factors.items()}
         state = self.server_state()
         return {name: widened(mask, state[name]) for name, mask in masks.items()}
+
+    def assumptions(self) -> dict[str, State]:
+        """All of b at 1, or at the prior's mean."""
+        return super().assumptions() | {"prior_mean": self.prior_masks()}
 
     def grow(self, extra: int | Mapping[str, int]) -> None:
         """Append factors, see :meth:`FactorizedModule.grow`; alpha stays, so the prior of the first ones does too."""

@@ -20,6 +20,17 @@ from fl_lightning.metrics.fairness import (
     majority_minority,
     worst_decile,
 )
+from fl_lightning.metrics.images import Reconstruction, psnr, ssim, total_variation
+from fl_lightning.metrics.membership import (
+    MembershipAttack,
+    attack_accuracy,
+    attack_auroc,
+    attack_f1,
+    best_accuracy,
+    best_threshold,
+    membership_summary,
+    tpr_at_fpr,
+)
 
 __all__ = [
     "AccuracyEntropy",
@@ -30,16 +41,28 @@ __all__ = [
     "GapToLocal",
     "GroupAccuracy",
     "JainIndex",
+    "MembershipAttack",
+    "Reconstruction",
     "WorstDecile",
     "accuracy_entropy",
     "accuracy_gap",
     "accuracy_variance",
+    "attack_accuracy",
+    "attack_auroc",
+    "attack_f1",
+    "best_accuracy",
+    "best_threshold",
     "client_summary",
     "fairness_summary",
     "gap_to_local",
     "group_means",
     "jain_index",
     "majority_minority",
+    "membership_summary",
+    "psnr",
+    "ssim",
+    "total_variation",
+    "tpr_at_fpr",
     "worst_decile",
     "worst_tenth",
 ]

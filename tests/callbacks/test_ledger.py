@@ -17,6 +17,12 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.wire import State
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 BASE, HEAD = 20 * 16 + 16, 16 * 4 + 4
 #: Scalars up and down of one message, by hand.
 SCALARS: list[tuple[type[FederatedModule], dict[str, Any], int, int]] = [
@@ -33,7 +39,7 @@ SCALARS: list[tuple[type[FederatedModule], dict[str, Any], int, int]] = [
 def test_bytes_by_hand(
     kind: type[FederatedModule], options: dict[str, Any], up: int, down: int, tmp_path: Path
 ) -> None:
-    ledger, method = LedgerCallback(folder=str(tmp_path)), kind(mlp(), **options)
+    ledger, method = LedgerCallback(folder=str(tmp_path)), kind(mlp(), engine="stacked", **options)
     run = fit(method, blobs(), 2, callbacks=[ledger])
     assert (ledger.total("up"), ledger.total("down")) == (2 * 4 * 8 * up, 2 * 4 * 8 * down)  # rounds, clients, float64
     assert (ledger.total("up"), ledger.total("down")) == (method.bytes_up, method.bytes_down)
@@ -81,9 +87,9 @@ class Renamed(FedAvg):
 @pytest.mark.parametrize(("kind", "name"), [(Leaky, "head.weight"), (Renamed, "secret")])
 def test_a_private_name_that_crosses_fails_the_run(kind: type[FederatedModule], name: str, tmp_path: Path) -> None:
     with pytest.raises(FederationError, match=f"carries {name}, which {kind.__name__} says stays with the client"):
-        fit(kind(mlp()), blobs(), 2, callbacks=[LedgerCallback(folder=str(tmp_path))])
+        fit(kind(mlp(), engine="stacked"), blobs(), 2, callbacks=[LedgerCallback(folder=str(tmp_path))])
     ledger = LedgerCallback(assert_private=False, folder=str(tmp_path))
-    fit(kind(mlp()), blobs(), 2, callbacks=[ledger])
+    fit(kind(mlp(), engine="stacked"), blobs(), 2, callbacks=[ledger])
     assert any(entry[0] == name for layout in ledger.layouts for entry in layout)
 
 
@@ -98,14 +104,16 @@ def test_a_private_name_that_goes_down_fails_the_run() -> None:
 
 def test_resumed_and_without(tmp_path: Path) -> None:
     """A resumed run's ledger is that of one never stopped, and no ledger changes a weight."""
-    whole, part, plain = LedgerCallback(), LedgerCallback(), FedPer(mlp())
-    method = FedPer(mlp())
+    whole, part, plain = LedgerCallback(), LedgerCallback(), FedPer(mlp(), engine="stacked")
+    method = FedPer(mlp(), engine="stacked")
     fit(method, blobs(fraction=0.5), 4, callbacks=[whole])
     fit(plain, blobs(fraction=0.5), 4)
     assert largest_difference(weights(method), weights(plain)) == 0.0
-    run = fit(FedPer(mlp()), blobs(fraction=0.5), 2, callbacks=[LedgerCallback()])
+    run = fit(FedPer(mlp(), engine="stacked"), blobs(fraction=0.5), 2, callbacks=[LedgerCallback()])
     run.save_checkpoint(tmp_path / "part.ckpt")
-    fit(FedPer(mlp()), blobs(fraction=0.5), 4, ckpt_path=str(tmp_path / "part.ckpt"), callbacks=[part])
+    fit(
+        FedPer(mlp(), engine="stacked"), blobs(fraction=0.5), 4, ckpt_path=str(tmp_path / "part.ckpt"), callbacks=[part]
+    )
     assert part.lines == whole.lines
     assert part.layouts == whole.layouts
 

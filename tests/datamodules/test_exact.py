@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl_lightning.datamodules import (
     CIFAR10,
+    IID,
     MNIST,
     ConceptShift,
     DominantClass,
@@ -23,6 +24,7 @@ from fl_lightning.datamodules import (
 )
 from fl_lightning.datamodules.partitions.dominant import DominantClass as Dominant
 from fl_lightning.datamodules.summary import class_counts
+from fl_lightning.errors import FederationError
 
 SETS = {"mnist": MNIST, "fashion_mnist": FashionMNIST, "cifar10": CIFAR10}
 
@@ -194,3 +196,15 @@ def test_major_minor(labels: dict[str, tuple[Tensor, int]], name: str, train: in
     if name != "mnist":
         assert len(part.train.flat.unique()) == size
         assert len(part.test.flat.unique()) == 10_000
+
+
+def test_iid_with_so_many_samples_to_train_on_leaves_the_rest_to_nobody() -> None:
+    labels = torch.arange(1000) % 10
+    part = IID(4, train_samples=80)(labels, seed=0, train_size=900)
+    assert part.train.sizes.tolist() == [80] * 4
+    assert part.test.sizes.tolist() == [20] * 4
+    assert len(torch.cat((part.train.flat, part.test.flat)).unique()) == 400
+    with pytest.raises(FederationError, match="9 clients with 80 samples to train on need 900 rows, and there are 800"):
+        IID(9, train_samples=80)(labels, seed=0, train_size=800)
+    with pytest.raises(FederationError, match="train_samples must be 1 or more, not 0"):
+        IID(4, train_samples=0)

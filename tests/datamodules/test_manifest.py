@@ -81,7 +81,8 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
 def test_another_partition_is_refused(tmp_path: Path) -> None:
     path = write(Digits(partition=IID(4)), tmp_path / "m.json")
     with pytest.raises(
-        FederationError, match=r"holds IID\(clients=4, test_fraction=0.2\) but .* asks for IID\(clients=5"
+        FederationError,
+        match=r"holds IID\(clients=4, test_fraction=0.2, train_samples=None\) but .* asks for IID\(clients=5",
     ):
         Digits(partition=IID(5), manifest=path).setup()
 
@@ -146,5 +147,5 @@ def test_schemes_compare_by_their_settings() -> None:
     assert IID(3) == IID(3) != IID(4)
     assert hash(IID(3)) == hash(IID(3))
     assert ConceptShift(IID(3)) != ConceptShift(IID(4))
-    assert repr(IID(3)) == "IID(clients=3, test_fraction=0.2)"
+    assert repr(IID(3)) == "IID(clients=3, test_fraction=0.2, train_samples=None)"
     assert Manifest.of("x", "y", SHIFT, 0, SHIFT(torch.arange(200) % 10, 0)).build_scheme() == SHIFT

@@ -17,12 +17,17 @@ class IID(PartitionScheme):
     Args:
         clients: number of clients.
         test_fraction: part of each client's samples that it is tested on.
+        train_samples: how many samples each client trains on; its test samples come on top, and the rows that are left
+            are nobody's. None deals all rows.
     """
 
-    def __init__(self, clients: int = 10, test_fraction: float = 0.2) -> None:
+    def __init__(self, clients: int = 10, test_fraction: float = 0.2, train_samples: int | None = None) -> None:
         check_clients(clients)
+        if train_samples is not None and train_samples < 1:
+            raise FederationError(f"train_samples must be 1 or more, not {train_samples}.")
         self.clients = clients
         self.test_fraction = test_fraction
+        self.train_samples = train_samples
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
         """Deal the pool's rows out."""
@@ -33,5 +38,15 @@ class IID(PartitionScheme):
             )
         rows = rng.permutation(pool.train_rows)
         cuts = np.arange(self.clients + 1) * pool.train_size // self.clients
+        if self.train_samples is not None:
+            each = self.train_samples + max(
+                1, round(self.train_samples * self.test_fraction / (1 - self.test_fraction))
+            )
+            if each * self.clients > pool.train_size:
+                raise FederationError(
+                    f"{self.clients} clients with {self.train_samples} samples to train on need "
+                    f"{each * self.clients} rows, and there are {pool.train_size}: lower train_samples or clients."
+                )
+            cuts, rows = np.arange(self.clients + 1) * each, rows[: each * self.clients]
         train, test = local_split(rows, np.diff(cuts), self.test_fraction, rng)
         return Partition(train, test, global_test=pool.global_test)

@@ -1,0 +1,191 @@
+"""What the attack callbacks share: whom they listen to, when they strike, where they report."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from fl_lightning import seeding
+from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
+from fl_lightning.callbacks.fairness import client_groups
+from fl_lightning.errors import FederationError
+from fl_lightning.module import FederatedModule
+from fl_lightning.privacy.report import Report
+from fl_lightning.privacy.views import make_views
+from fl_lightning.privacy.wiretap import Run, Wire, finished, intercept
+from fl_lightning.wire import Message, State
+
+ViewName = Literal["outsider", "server", "other_client", "insider"]
+ALL_VIEWS: tuple[ViewName, ...] = ("outsider", "server", "other_client", "insider")
+
+
+class AttackCallback(FederatedCallback):
+    """Base of the attacks. It listens in a fit and strikes at its end, or every so many rounds, or after a test.
+
+    In a fit the messages are those that crossed. After ``trainer.test(ckpt_path=...)`` the clients are asked for those
+    that they would send in the next round, and nothing of that is kept. An attack never changes the run: with and
+    without it the weights are the same.
+
+    The log folder gets ``attack_<name>.json`` (every row) and ``attack_<name>.md``; loggers get the strongest attack of
+    every view as ``<name>/<view>/<score>``.
+
+    Args:
+        views: the adversaries; see :mod:`fl_lightning.privacy.views`.
+        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        every: attack after every so many rounds too, not only at the end.
+        memory: how many messages of a client the server's view uses.
+        group: what of the federation's ``meta`` divides the clients in the report.
+        folder: where the report is written; None means the Trainer's log folder.
+    """
+
+    #: The attack's name.
+    attack: ClassVar[str]
+    #: How its figures are called in published tables.
+    metric_prefix: ClassVar[str]
+    #: The score that tells how strong an attack is.
+    by: ClassVar[str]
+
+    def __init__(
+        self,
+        views: Sequence[ViewName] = ALL_VIEWS,
+        clients: int | None = 10,
+        every: int | None = None,
+        memory: int = 3,
+        group: str = "mode",
+        folder: str | None = None,
+    ) -> None:
+        for name, value in (("clients", clients), ("every", every), ("memory", memory)):
+            if value is not None and value < 1:
+                raise FederationError(f"{name} must be 1 or more, not {value}.")
+        self.views = make_views(views)
+        self.clients, self.every, self.memory, self.group, self.folder = clients, every, memory, group, folder
+        #: What the attacks came to, by number of rounds.
+        self.reports: dict[int, Report] = {}
+        self.wire = Wire(memory=memory)
+        self._initial: FederatedModule | None = None
+        self._heard: dict[int, list[State]] = {}
+
+    @abstractmethod
+    def strike(self, trainer: Trainer, run: Run) -> list[dict[str, Any]]:
+        """Attack the clients of a run; returns the report's rows."""
+
+    def notes(self) -> dict[str, Any]:
+        """What the report says beside its rows."""
+        return {}
+
+    @property
+    def report(self) -> Report | None:
+        """The last report."""
+        return self.reports[max(self.reports)] if self.reports else None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to listen, and keep the method as it is before it is trained."""
+        if not isinstance(pl_module, FederatedModule):
+            raise FederationError(f"{type(self).__name__} needs a federated method, not {type(pl_module).__name__}.")
+        self.wire = Wire(self.clients, self.memory)
+        self._initial = copy.deepcopy(pl_module)
+        self._groups = client_groups(pl_module.federation, self.group)
+
+    def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
+        """Listen."""
+        self.wire.note(client, message.tensors)
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """Attack, if it is time."""
+        if self.every is not None and (trainer.current_epoch + 1) % self.every == 0:
+            self._carry_out(trainer, pl_module, finished(_federated(pl_module), self.wire))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attack after the last round."""
+        self._carry_out(trainer, pl_module, finished(_federated(pl_module), self.wire))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attack a trained method, as a checkpoint left it."""
+        module = _federated(pl_module)
+        stream = seeding.stream(module.seed, "attack.clients")
+        chosen = sorted(stream.permutation(module.federation.num_clients)[: self.clients].tolist())
+        defences = [c for c in trainer.callbacks if isinstance(c, DifferentialPrivacyCallback)]  # type: ignore[attr-defined]
+
+        def protect(received: State, message: Message) -> None:
+            for defence in defences:
+                defence.on_client_start(trainer, pl_module, message.client, received)
+                defence.on_client_end(trainer, pl_module, message.client, message)
+
+        self._carry_out(trainer, pl_module, intercept(module, chosen, protect))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was heard so far, so that a resumed run's attack is that of one never stopped."""
+        return {"sent": {client: list(messages) for client, messages in self.wire.sent.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._heard = state_dict["sent"]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take up what a checkpoint had heard, on the module's device."""
+        for client, messages in self._heard.items():
+            for message in messages:
+                self.wire.note(client, {name: value.to(pl_module.device) for name, value in message.items()})
+        self._heard = {}
+
+    def run_metrics(self) -> dict[str, float]:
+        """The last report's figures for the tables of ``fl-lightning reproduce``, in their units.
+
+        ``<name>_<score>`` is the outsider's plain attack, with the first assumption and the first variant, as papers
+        have it; ``<name>_<score>/<view>`` the strongest of a view; ``<name>_<score>/strongest`` that of all views but
+        the insider's, who is no adversary.
+        """
+        report = self.report
+        if report is None:
+            return {}
+        plain = next((way for way in report.ways() if way["view"] == "outsider"), None)
+        found = {} if plain is None else {"": report.mean(report.select(**plain))}
+        found |= {f"/{view}": report.strongest(view=view) or {} for view in report.views()}
+        outside = [found[f"/{view}"] for view in report.views() if view != "insider"]
+        if outside:
+            found["/strongest"] = max(outside, key=lambda scores: scores[self.by])
+        return {
+            f"{self.metric_prefix}_{name}{where}": value if name in ("psnr", "ssim") else 100 * value
+            for where, scores in found.items()
+            for name, value in scores.items()
+            if isinstance(value, float) and not math.isnan(value)
+        }
+
+    def _carry_out(self, trainer: Trainer, module: Any, run: Run) -> None:
+        rounds = module.completed_rounds
+        if trainer.fast_dev_run or rounds in self.reports or not run.clients:  # type: ignore[attr-defined]
+            return
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*many workers.*|.*number of training batches.*|.*treespec.*")
+            rows = self.strike(trainer, run)
+        report = Report(self.attack, type(module).__name__, rounds, rows, self.by, self.notes())
+        self.reports[rounds] = report
+        for logger in trainer.loggers:
+            logger.log_metrics(report.scalars(), step=rounds)
+        self._write(trainer, report)
+
+    def _write(self, trainer: Trainer, report: Report) -> None:
+        folder = self.folder or trainer.log_dir
+        if folder is None or not trainer.is_global_zero:
+            return
+        path = Path(folder) / f"attack_{self.attack}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([json.loads(one.json()) for one in self.reports.values()], indent=1))
+        path.with_suffix(".md").write_text(report.markdown())
+        rank_zero_info(f"{self.attack} attack: {path.with_suffix('.md')}")
+
+
+def _federated(module: LightningModule) -> FederatedModule:
+    assert isinstance(module, FederatedModule)
+    return module

@@ -1,0 +1,70 @@
+"""Gradient leakage from the updates of a run's clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from fl_lightning.callbacks.attacks import AttackCallback, ViewName
+from fl_lightning.errors import FederationError
+from fl_lightning.privacy.leakage import Matching, leak
+from fl_lightning.privacy.report import Row
+from fl_lightning.privacy.wiretap import Run
+
+
+class GradientLeakageCallback(AttackCallback):
+    """Reconstructs a small batch from the update that a client would send after one step on it.
+
+    Updates of whole rounds on hundreds of samples do not give single samples away; this is the worst case, a client
+    that trains on next to nothing. The client is asked what it would send in the next round if ``batch`` samples were
+    all it had, and nothing of that is kept.
+
+    Reported for each client, view, assumption and variant (``analytic`` where the first layer allows it, ``matching``):
+    ``psnr`` (dB) and ``ssim`` to the batch and ``label_acc``, the share of labels recovered. The view ``other_client``
+    sees no update and yields nothing.
+
+    Args:
+        views: the adversaries.
+        batch: samples of the batch.
+        steps: steps of Adam.
+        starts: searches, of which the best match is kept.
+        rate: learning rate of Adam.
+        variation: weight of the total variation.
+        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        every: attack after every so many rounds too, not only at the end.
+        group: what of the federation's ``meta`` divides the clients in the report.
+        folder: where the report is written; None means the Trainer's log folder.
+    """
+
+    attack = "leakage"
+    metric_prefix = "leakage"
+    by = "psnr"
+
+    def __init__(
+        self,
+        views: Sequence[ViewName] = ("outsider", "insider"),
+        batch: int = 1,
+        steps: int = 300,
+        starts: int = 1,
+        rate: float = 0.1,
+        variation: float = 1e-3,
+        clients: int | None = 3,
+        every: int | None = None,
+        group: str = "mode",
+        folder: str | None = None,
+    ) -> None:
+        super().__init__(views, clients, every, 1, group, folder)
+        for name, value in (("batch", batch), ("steps", steps), ("starts", starts)):
+            if value < 1:
+                raise FederationError(f"{name} must be 1 or more, not {value}.")
+        self.batch, self.matching = batch, Matching(steps, starts, rate, variation)
+
+    def strike(self, trainer: Trainer, run: Run) -> list[Row]:
+        """Ask for updates and reconstruct."""
+        return leak(run, self.views, self.matching, self.batch, self._groups)
+
+    def notes(self) -> dict[str, Any]:
+        """Size of the batch."""
+        return {"samples of the batch": self.batch}

@@ -1,0 +1,88 @@
+"""``fl-lightning attack``: carry out a privacy attack on a checkpoint and say under which threat model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+from fl_lightning.callbacks import (
+    DifferentialPrivacyCallback,
+    GradientLeakageCallback,
+    MembershipInferenceCallback,
+    ModelInversionCallback,
+)
+from fl_lightning.callbacks.attacks import AttackCallback
+from fl_lightning.cli.lightning import FederatedCLI
+from fl_lightning.errors import FederationError
+from fl_lightning.privacy.views import VIEWS
+
+ATTACKS: dict[str, type[AttackCallback]] = {
+    kind.attack: kind for kind in (MembershipInferenceCallback, ModelInversionCallback, GradientLeakageCallback)
+}
+
+
+class AttackCLI(FederatedCLI):
+    """Method and data as ``fit`` takes them, and the attack."""
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(args=args, run=False, save_config_callback=None)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The options of the attack."""
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--ckpt_path", type=str | None, help="the checkpoint of the run that is attacked")
+        parser.add_argument(
+            "--attack", type=Literal["membership", "inversion", "leakage"], default="membership", help="which attack"
+        )
+        parser.add_argument(
+            "--view", type=str, nargs="+", help=f"the adversaries, of {', '.join(VIEWS)}; all unless given"
+        )
+        parser.add_argument("--options", type=dict[str, Any], default={}, help="settings of the attack's callback")
+        parser.add_argument("--out", type=str, default="runs/attack", help="folder for the report")
+
+
+def main(argv: list[str]) -> None:
+    """Run the command; ``argv`` begins with its name."""
+    cli = AttackCLI(argv[1:])
+    if cli.config["ckpt_path"] is None:
+        raise FederationError("Say which run is attacked: --ckpt_path runs/.../last.ckpt.")
+    options = dict(cli.config["options"] or {})
+    if cli.config["view"]:
+        options["views"] = cli.config["view"]
+    attack = make_attack(cli.config["attack"], {"folder": cli.config["out"], **options})
+    callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
+    defences = [callback for callback in callbacks if isinstance(callback, DifferentialPrivacyCallback)]
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator=cli.trainer.accelerator,
+            devices=1,
+            precision=cli.trainer.precision,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            limit_test_batches=1,
+            callbacks=[*defences, attack],
+        )
+        trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)
+    assert attack.report is not None
+    print(attack.report.markdown())
+    print(f"wrote {Path(cli.config['out']) / f'attack_{attack.attack}.json'}")
+
+
+def make_attack(name: str, options: dict[str, Any]) -> AttackCallback:
+    """The attack's callback, or a sentence that says which options it has."""
+    kind = ATTACKS[name]
+    known = list(inspect.signature(kind).parameters)
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise FederationError(f"The {name} attack has no option {unknown[0]!r}: it has {', '.join(known)}.")
+    return kind(**options)

@@ -1,0 +1,157 @@
+"""How well an attacker tells members from non-members: accuracy, F1, AUROC, and the hits at few false alarms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+#: Shares of false alarms at which the share of members that are found is reported, and the names for them.
+FALSE_ALARMS = {"tpr_at_1": 0.01, "tpr_at_01": 0.001}
+
+
+def attack_accuracy(scores: Tensor, members: Tensor, threshold: float = 0.5) -> Tensor:
+    """Share of samples that are rightly called member (score at the threshold or above) or non-member.
+
+    Args:
+        scores: higher means member, shape (n,).
+        members: whether each sample is one, boolean, shape (n,).
+        threshold: where the attacker draws the line.
+
+    Example:
+        >>> attack_accuracy(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
+        tensor(0.3333, dtype=torch.float64)
+    """
+    return ((scores >= threshold) == members).double().mean()
+
+
+def attack_f1(scores: Tensor, members: Tensor, threshold: float = 0.5) -> Tensor:
+    """F1 with members as the positive class; 0 if none is found.
+
+    Example:
+        >>> attack_f1(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
+        tensor(0.5000, dtype=torch.float64)
+    """
+    called = scores >= threshold
+    right = (called & members).sum().double()
+    return 2 * right / (called.sum() + members.sum()).clamp(min=1)
+
+
+def attack_auroc(scores: Tensor, members: Tensor) -> Tensor:
+    """Chance that a random member scores higher than a random non-member, ties counted half.
+
+    Example:
+        >>> attack_auroc(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
+        tensor(0.5000, dtype=torch.float64)
+    """
+    _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
+    ranks: Tensor = (counts.cumsum(0) - (counts - 1) / 2)[inverse].double()  # mean rank of every tie, from 1
+    inside, outside = members.sum().double(), (~members).sum().double()
+    return (ranks[members].sum() - inside * (inside + 1) / 2) / (inside * outside)
+
+
+def _rates(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    """True and false alarms at every distinct threshold, from "nobody" to "everybody"; shares, shape (t,)."""
+    order = scores.argsort(descending=True)
+    ordered, hits = scores[order], members[order].double()
+    last = torch.cat((ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool, device=scores.device)))
+    found, alarms = hits.cumsum(0)[last], (1 - hits).cumsum(0)[last]
+    zero = hits.new_zeros(1)
+    return torch.cat((zero, found / hits.sum())), torch.cat((zero, alarms / (1 - hits).sum()))
+
+
+def tpr_at_fpr(scores: Tensor, members: Tensor, fpr: float) -> Tensor:
+    """Largest share of members that a threshold finds with at most the given share of false alarms.
+
+    Example:
+        >>> tpr_at_fpr(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, False]), 0.01)
+        tensor(1., dtype=torch.float64)
+    """
+    found, alarms = _rates(scores, members)
+    return found[alarms <= fpr + 1e-12].max()
+
+
+def best_accuracy(scores: Tensor, members: Tensor) -> Tensor:
+    """Balanced accuracy at the best of all thresholds, chosen in hindsight: no line could do better.
+
+    Example:
+        >>> best_accuracy(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
+        tensor(0.7500, dtype=torch.float64)
+    """
+    found, alarms = _rates(scores, members)
+    return 0.5 + (found - alarms).max() / 2
+
+
+def best_threshold(scores: Tensor, members: Tensor) -> float:
+    """The score from which on calling samples members is right most often; of equals the highest.
+
+    Example:
+        >>> best_threshold(torch.tensor([0.9, 0.5, 0.0]), torch.tensor([True, True, False]))
+        0.25
+    """
+    found, alarms = _rates(scores, members)
+    values = torch.unique(scores).flip(0)
+    cut = int((found - alarms).argmax())
+    if cut == 0:
+        return float(values[0]) + 1.0
+    above = float(values[cut - 1])
+    return (above + float(values[cut])) / 2 if cut < len(values) else above
+
+
+def membership_summary(scores: Tensor, members: Tensor, threshold: float = 0.5) -> dict[str, Tensor]:
+    """All measures by name, as fractions.
+
+    Args:
+        scores: higher means member, shape (n,).
+        members: whether each sample is one, boolean, shape (n,).
+        threshold: where the attacker draws the line.
+
+    Example:
+        >>> found = membership_summary(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
+        >>> {name: round(float(value), 2) for name, value in found.items()}
+        {'accuracy': 0.33, 'f1': 0.5, 'auroc': 0.5, 'best_accuracy': 0.75, 'tpr_at_1': 0.5, 'tpr_at_01': 0.5}
+    """
+    return {
+        "accuracy": attack_accuracy(scores, members, threshold),
+        "f1": attack_f1(scores, members, threshold),
+        "auroc": attack_auroc(scores, members),
+        "best_accuracy": best_accuracy(scores, members),
+        **{name: tpr_at_fpr(scores, members, rate) for name, rate in FALSE_ALARMS.items()},
+    }
+
+
+class MembershipAttack(Metric):
+    """The measures of :func:`membership_summary` over any number of updates.
+
+    Args:
+        threshold: where the attacker draws the line.
+
+    Example:
+        >>> metric = MembershipAttack()
+        >>> metric.update(torch.tensor([0.9, 0.4]), torch.tensor([True, True]))
+        >>> metric.update(torch.tensor([0.6]), torch.tensor([False]))
+        >>> metric.compute()["auroc"]
+        tensor(0.5000, dtype=torch.float64)
+    """
+
+    full_state_update = False
+    scores: list[Tensor]
+    members: list[Tensor]
+
+    def __init__(self, threshold: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.threshold = threshold
+        self.add_state("scores", [], dist_reduce_fx="cat")
+        self.add_state("members", [], dist_reduce_fx="cat")
+
+    def update(self, scores: Tensor, members: Tensor) -> None:
+        """Add some samples: their scores and whether they are members, both of shape (n,)."""
+        self.scores.append(scores)
+        self.members.append(members.bool())
+
+    def compute(self) -> dict[str, Tensor]:
+        """All measures by name."""
+        return membership_summary(dim_zero_cat(self.scores), dim_zero_cat(self.members), self.threshold)

@@ -1,0 +1,148 @@
+"""Whose samples an attack uses: members, non-members and the adversary's own, all of them disjoint.
+
+Non-members have the same classes in the same numbers as the members beside them. Else an attack on a client with two
+classes would only have to tell the classes apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import ClientIndex, Federation
+
+Rows = NDArray[np.int64]
+#: Share of the rows that nobody trains on that the adversary gets; the rest are non-members.
+ADVERSARY = 2 / 3
+#: Fewer members or non-members than this say nothing.
+FEWEST = 8
+
+
+@dataclass(frozen=True)
+class AttackData:
+    """The rows of one attack.
+
+    Args:
+        members: training rows of each attacked client.
+        nonmembers: for each of them as many rows of the same classes, on which no client trains.
+        shadows: for each shadow the rows it trains on and as many others.
+        reference: rows on which the adversary guesses what it does not see.
+        source: ``unowned`` if non-members and the adversary's rows belong to no client at all, ``held out`` if too few
+            do and clients' test rows, on which nobody trains either, are used too.
+    """
+
+    members: dict[int, Tensor]
+    nonmembers: dict[int, Tensor]
+    shadows: list[tuple[Tensor, Tensor]]
+    reference: Tensor
+    source: str
+
+
+class _Pool:
+    """Rows by class, shuffled; what is taken is gone unless it is only looked at."""
+
+    def __init__(self, rows: Rows, labels: Rows, classes: int, rng: np.random.Generator) -> None:
+        shuffled = rng.permutation(rows)
+        self.lists = [shuffled[labels[shuffled] == c] for c in range(classes)]
+
+    @property
+    def counts(self) -> Rows:
+        return np.array([len(rows) for rows in self.lists])
+
+    def take(self, wanted: Rows) -> Rows:
+        """Up to the wanted number of each class, removed from the pool."""
+        cut = np.minimum(wanted, self.counts)
+        taken = [rows[:n] for rows, n in zip(self.lists, cut, strict=True)]
+        self.lists = [rows[n:] for rows, n in zip(self.lists, cut, strict=True)]
+        return np.concatenate(taken)
+
+    def draw(self, wanted: Rows, rng: np.random.Generator) -> Rows:
+        """The wanted number of each class, which must be there, left in the pool."""
+        return np.concatenate([rng.choice(rows, n, replace=False) for rows, n in zip(self.lists, wanted, strict=True)])
+
+
+def attack_data(
+    federation: Federation, clients: Sequence[int], seed: int, samples: int = 1000, shadows: int = 3
+) -> AttackData:
+    """Deal the rows that nobody trains on: some are non-members, the others the adversary's own.
+
+    A pure function of its arguments.
+
+    Args:
+        federation: the clients' data.
+        clients: the clients that are attacked.
+        seed: the run's seed.
+        samples: members and non-members of each client, and rows of a shadow, at most; shadows are not larger than the
+            median client.
+        shadows: number of shadows; each is dealt classes as a client picked at random has them.
+    """
+    labels, classes = federation.targets.cpu().numpy(), federation.num_classes
+    size = min(samples, int(federation.train.sizes.median()))
+    rows, source = _untrained(federation, (2 * shadows + 2) * size)
+    rng = seeding.stream(seed, "attack.data")
+    pool = _Pool(rows, labels, classes, rng)
+    own = _Pool(pool.take(np.ceil(pool.counts * ADVERSARY).astype(np.int64)), labels, classes, rng)
+    size = min(size, int(own.counts.sum()) // (2 * shadows + 1))
+    dealt = []
+    for _ in range(shadows):
+        like = federation.train[int(rng.integers(federation.num_clients))].cpu().numpy()
+        wanted = np.minimum(_in_proportion(np.bincount(labels[like], minlength=classes), size), own.counts // 2)
+        dealt.append((_tensor(own.take(wanted)), _tensor(own.take(wanted))))
+    reference = own.take(_in_proportion(own.counts, size))
+    members, nonmembers = {}, {}
+    for client in clients:
+        draws = seeding.stream(seed, "attack.members", client=client)
+        train = _Pool(federation.train[client].cpu().numpy(), labels, classes, draws)
+        counts = np.minimum(train.counts, pool.counts)
+        counts = _in_proportion(counts, min(samples, int(counts.sum())))
+        if counts.sum() < FEWEST:
+            raise FederationError(
+                f"Client {client} can be attacked with {counts.sum()} members and non-members of the same classes "
+                f"only, and {FEWEST} are needed: give the partition fewer samples, so that some rows are nobody's."
+            )
+        members[client], nonmembers[client] = _tensor(train.take(counts)), _tensor(pool.draw(counts, draws))
+    if shadows and min(len(inside) for inside, _ in dealt) < FEWEST:
+        raise FederationError(
+            f"{len(rows)} rows that nobody trains on are too few for {shadows} shadows: give the partition fewer "
+            "samples."
+        )
+    return AttackData(members, nonmembers, dealt, _tensor(reference), source)
+
+
+def as_clients(federation: Federation, train: Sequence[Tensor], test: Sequence[Tensor] | None = None) -> Federation:
+    """A federation whose clients own these rows and nothing else."""
+    index = ClientIndex.of([rows.cpu() for rows in train]).to(federation.device)
+    held = index if test is None else ClientIndex.of([rows.cpu() for rows in test]).to(federation.device)
+    return replace(federation, train=index, test=held, val=None, global_test=None, label_maps=None, meta={})
+
+
+def _untrained(federation: Federation, needed: int) -> tuple[Rows, str]:
+    """Rows of the trained classes that nobody trains on, and whether some of them are clients' test rows."""
+    targets, classes = federation.targets, federation.num_classes
+    trained = torch.bincount(targets[federation.train.flat], minlength=classes)
+    free = trained[targets] > 0
+    free[federation.train.flat] = False
+    if federation.val is not None:
+        free[federation.val.flat] = False
+    unowned = free.clone()
+    unowned[federation.test.flat] = False
+    enough = torch.bincount(targets[unowned], minlength=classes) >= needed * trained / trained.sum()
+    rows: Rows = torch.nonzero(unowned if bool(enough.all()) else free).flatten().cpu().numpy()
+    return rows, "unowned" if bool(enough.all()) else "held out"
+
+
+def _in_proportion(counts: Rows, total: int) -> Rows:
+    """Counts in the same proportions that sum up to ``total``, or a little less."""
+    share = total / max(int(counts.sum()), 1)
+    return np.floor(counts * share + 1e-9).astype(np.int64)  # type: ignore[no-any-return]
+
+
+def _tensor(rows: Rows) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))

@@ -1,0 +1,164 @@
+"""Model inversion (Fredrikson et al., 2015): what does a class look like to a client's model?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.metrics import psnr, ssim, total_variation
+from fl_lightning.module import FederatedModule
+from fl_lightning.privacy.data import as_clients
+from fl_lightning.privacy.judge import Judge
+from fl_lightning.privacy.pixels import Pixels
+from fl_lightning.privacy.report import Row
+from fl_lightning.privacy.views import View
+from fl_lightning.privacy.wiretap import Run
+from fl_lightning.wire import State, fast_copy
+
+#: Training images of a class whose mean is what reconstructions are compared with.
+OF_A_CLASS = 100
+
+
+@dataclass(frozen=True)
+class Inversion:
+    """How images are reconstructed: Adam on the cross entropy of the class, total variation and squared norm.
+
+    Args:
+        steps: steps of Adam.
+        starts: reconstructions of each class, from different noise.
+        rate: learning rate of Adam.
+        variation: weight of the total variation.
+        norm: weight of the squared norm.
+    """
+
+    steps: int = 500
+    starts: int = 10
+    rate: float = 0.1
+    variation: float = 1e-3
+    norm: float = 1e-4
+
+    def reconstruct(
+        self,
+        module: FederatedModule,
+        states: Sequence[State],
+        classes: Sequence[int],
+        pixels: Pixels,
+        rng: np.random.Generator,
+    ) -> Tensor:
+        """Images that models take for the classes: minimise CE(f(x), y) + variation TV(x) + norm ||x||^2.
+
+        Args:
+            module: the method, for its net.
+            states: one or more models, whose losses are averaged.
+            classes: the classes.
+            pixels: the scale of the data.
+            rng: where the starts are drawn.
+
+        Returns:
+            Pixels in [0, 1], shape (classes, starts, ...).
+        """
+        federation = pixels.federation
+        shape = (len(classes) * self.starts, *federation.inputs.shape[1:])
+        free = seeding.normal(rng, shape).to(federation.device).requires_grad_()
+        target = torch.tensor(classes, device=federation.device).repeat_interleave(self.starts)
+        models = [fast_copy(state) for state in states]
+        optimizer = torch.optim.Adam([free], self.rate)
+        for _ in range(self.steps):
+            images = torch.sigmoid(free)
+            loss = self.variation * total_variation(images).sum() + self.norm * images.pow(2).sum()
+            x = pixels.to_net(images, module.compute_dtype)
+            for model in models:
+                logits = module.call(model, x, training=False)[0]
+                loss = loss + F.cross_entropy(logits, target, reduction="sum") / len(models)
+            (free.grad,) = torch.autograd.grad(loss, free)
+            optimizer.step()
+        images = torch.sigmoid(free.detach())
+        return images.view(len(classes), self.starts, *shape[1:])
+
+
+class Reconstructed(NamedTuple):
+    """The reconstructions of one client's classes under one view."""
+
+    client: int
+    view: str
+    assumption: str
+    classes: list[int]
+    images: Tensor
+    """Shape (classes, starts, ...)."""
+    means: Tensor
+    """What the classes look like on average, shape (classes, ...)."""
+
+
+def invert(
+    run: Run,
+    views: Sequence[View],
+    inversion: Inversion,
+    judge: Judge,
+    reference_rows: Tensor,
+    groups: dict[int, str] | None = None,
+    most_classes: int = 10,
+) -> tuple[list[Row], list[Reconstructed]]:
+    """Invert the models that adversaries have of the clients, for every class that a client holds.
+
+    Args:
+        run: the run.
+        views: the adversaries.
+        inversion: how images are reconstructed.
+        judge: the classifier that says whether a reconstruction shows its class.
+        reference_rows: the adversary's own samples, for what it has to guess.
+        groups: the clients' groups, for the report.
+        most_classes: how many of a client's classes are reconstructed at most.
+
+    Returns:
+        One row per client, view and assumption with ``psnr`` (dB, to the mean of the client's own training images of
+        the class), ``ssim`` and ``attack_acc`` (share that the judge gives the class); and the images.
+    """
+    module = run.module
+    federation, pixels = module.federation, Pixels.of(module.federation)
+    reference = as_clients(federation, [reference_rows]) if len(reference_rows) else None
+    rows: list[Row] = []
+    images: list[Reconstructed] = []
+    for client in run.clients:
+        classes, means = _held(module, pixels, client, most_classes)
+        original = classes
+        if federation.label_maps is not None:  # the judge knows the labels of the data, not the client's own
+            original = federation.label_maps[client].argsort()[torch.tensor(classes)].tolist()
+        for view in views:
+            for assumption, states in view.observe(run, client, reference).items():
+                rng = seeding.stream(module.seed, "attack.inversion", client=client)
+                found = inversion.reconstruct(module, states, classes, pixels, rng)
+                near = means[:, None].expand_as(found)
+                judged = judge.share(found.flatten(0, 1), original, inversion.starts)
+                scores = {
+                    "psnr": float(psnr(found.flatten(0, 1), near.flatten(0, 1)).mean()),
+                    "ssim": float(ssim(found.flatten(0, 1), near.flatten(0, 1)).mean()),
+                    "attack_acc": judged,
+                }
+                how = {"view": view.name, "assumption": assumption, "variant": "gradient"}
+                rows.append({**how, "client": client, "group": (groups or {}).get(client, ""), **scores})
+                images.append(Reconstructed(client, view.name, assumption, original, found.cpu(), means.cpu()))
+    return rows, images
+
+
+def _held(module: FederatedModule, pixels: Pixels, client: int, most: int) -> tuple[list[int], Tensor]:
+    """The classes that a client trains on, in its own labelling, and the mean of its images of each."""
+    federation = module.federation
+    index = federation.train[client]
+    labels = federation.targets[index]
+    if federation.label_maps is not None:
+        labels = federation.label_maps[client][labels]
+    classes = torch.bincount(labels, minlength=federation.num_classes).nonzero().flatten().tolist()[:most]
+    rng = seeding.stream(module.seed, "attack.means", client=client)
+    means = []
+    for c in classes:
+        own = index[labels == c]
+        some = seeding.permutation(rng, len(own))[:OF_A_CLASS].to(own.device)
+        means.append(pixels.of_rows(own[some]).mean(0))
+    return classes, torch.stack(means)

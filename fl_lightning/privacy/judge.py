@@ -1,0 +1,111 @@
+"""The judge of reconstructions: a classifier trained apart, on all of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning import seeding
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
+from fl_lightning.privacy.pixels import Pixels
+
+#: How the judge is trained: passes, batch size and largest learning rate of Adam.
+EPOCHS, BATCH, RATE = 5, 64, 2e-3
+WIDTH = 32
+
+
+class Judge:
+    """A classifier and its accuracy on samples that it was not trained on.
+
+    Args:
+        net: the classifier.
+        pixels: the scale of its inputs.
+        accuracy: on the held-out samples.
+    """
+
+    def __init__(self, net: nn.Module, pixels: Pixels, accuracy: float) -> None:
+        self.net, self.pixels, self.accuracy = net, pixels, accuracy
+
+    @classmethod
+    def trained(cls, federation: Federation, seed: int, epochs: int = EPOCHS, path: str | None = None) -> Judge:
+        """Train a judge on every row that is no test row, or take the one that lies at ``path``.
+
+        Args:
+            federation: the data; test rows are the global test set, else the clients' test sets.
+            seed: of its weights and batches.
+            epochs: passes over the data.
+            path: a file that keeps the judge for other runs on the same data; written if it is not there.
+        """
+        pixels = Pixels.of(federation)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net = _classifier(tuple(federation.inputs.shape[1:]), federation.num_classes)
+        net = net.to(federation.device, torch.float32)
+        if path is not None and Path(path).exists():
+            return cls._read(net, pixels, path)
+        test = federation.test.flat if federation.global_test is None else federation.global_test
+        train = torch.ones(len(federation.targets), dtype=torch.bool, device=federation.device)
+        train[test] = False
+        _train(net, pixels, train.nonzero().flatten(), seed, epochs)
+        judge = cls(net, pixels, 0.0)
+        called = [judge(pixels.of_rows(part)) for part in torch.split(test, 512)]
+        judge.accuracy = float((torch.cat(called) == federation.targets[test]).double().mean())
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"net": net.state_dict(), "accuracy": judge.accuracy}, path)
+        return judge
+
+    @classmethod
+    def _read(cls, net: nn.Module, pixels: Pixels, path: str) -> Judge:
+        try:
+            saved = torch.load(path, map_location=pixels.federation.device, weights_only=True)
+            net.load_state_dict(saved["net"])
+        except Exception as error:
+            raise FederationError(f"{path} holds no classifier for this data: delete it or name another.") from error
+        return cls(net.eval(), pixels, float(saved["accuracy"]))
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Classes of images with pixels in [0, 1], shape (n, ...)."""
+        classes: Tensor = self.net(self.pixels.to_net(images, torch.float32)).argmax(1)
+        return classes
+
+    def share(self, images: Tensor, classes: Sequence[int], each: int) -> float:
+        """Share of the images, ``each`` of every class, in which the judge sees their class."""
+        wanted = torch.tensor(classes, device=images.device).repeat_interleave(each)
+        return float((self(images) == wanted).double().mean())
+
+
+def _classifier(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A small convolutional net for images, a perceptron for what is none or is too small."""
+    if len(shape) != 3 or min(shape[1:]) < 12:
+        size = int(torch.Size(shape).numel())
+        return nn.Sequential(nn.Flatten(), nn.Linear(size, 128), nn.ReLU(), nn.Linear(128, classes))
+    layers: list[nn.Module] = []
+    for before, after in ((shape[0], WIDTH), (WIDTH, 2 * WIDTH)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
+    flat = 2 * WIDTH * (shape[1] // 4) * (shape[2] // 4)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(flat, 128), nn.ReLU(), nn.Linear(128, classes))
+
+
+def _train(net: nn.Module, pixels: Pixels, rows: Tensor, seed: int, epochs: int) -> None:
+    targets = pixels.federation.targets
+    rng = seeding.stream(seed, "attack.judge")
+    optimizer = torch.optim.Adam(net.parameters(), RATE)
+    steps = max(1, epochs * -(-len(rows) // BATCH))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    net.train()
+    for _ in range(epochs):
+        for part in torch.split(rows[seeding.permutation(rng, len(rows)).to(rows.device)], BATCH):
+            if len(part) == 1:  # nothing to normalise over
+                continue
+            optimizer.zero_grad()
+            F.cross_entropy(net(pixels.to_net(pixels.of_rows(part), torch.float32)), targets[part]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    net.eval()

@@ -1,0 +1,52 @@
+"""Between images with pixels in [0, 1], which attacks work on, and inputs as a net takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The scale of a federation's inputs.
+
+    Args:
+        federation: the data.
+        low: the stored value of a pixel of 0.
+        high: the stored value of a pixel of 1.
+    """
+
+    federation: Federation
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, federation: Federation) -> Pixels:
+        """Bytes reach from 0 to 255, other numbers from their smallest to their largest."""
+        inputs = federation.inputs
+        if inputs.dtype == torch.uint8:
+            return cls(federation, 0.0, 255.0)
+        if not inputs.is_floating_point():
+            raise FederationError("Inputs are token numbers, not images: they cannot be reconstructed pixel by pixel.")
+        return cls(federation, float(inputs.min()), float(inputs.max()))
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Samples as images with pixels in [0, 1], float32."""
+        return (self.federation.inputs[rows.to(self.federation.device)].float() - self.low) / (self.high - self.low)
+
+    def to_net(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """Images as the net's inputs, differentiable."""
+        raw = self.low + (self.high - self.low) * images.to(dtype)
+        mean, std = self.federation.mean, self.federation.std
+        return raw if mean is None or std is None else (raw - mean.to(dtype)) / std.to(dtype)
+
+    def from_net(self, inputs: Tensor) -> Tensor:
+        """The net's inputs as images."""
+        mean, std = self.federation.mean, self.federation.std
+        raw = inputs if mean is None or std is None else inputs * std.to(inputs) + mean.to(inputs)
+        return (raw - self.low) / (self.high - self.low)

@@ -1,0 +1,115 @@
+"""What an attack came to, with the threat model it was carried out under."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fl_lightning.privacy.views import VIEWS
+
+#: One attack on one client: who and how (view, assumption, variant, client, group), and the scores.
+Row = dict[str, Any]
+#: Keys of a row that are not scores.
+KEYS = ("view", "assumption", "variant", "client", "group")
+#: How the adversary went about it: the keys that tell one attack from another.
+HOW = ("view", "assumption", "variant")
+
+
+@dataclass
+class Report:
+    """All rows of an attack after a round.
+
+    Args:
+        attack: which attack.
+        method: the method that was attacked.
+        round: after how many rounds.
+        rows: one per client and way to attack.
+        by: the score that tells how strong an attack is; higher is stronger.
+        notes: what else is to be known.
+    """
+
+    attack: str
+    method: str
+    round: int
+    rows: list[Row]
+    by: str
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def select(self, **conditions: Any) -> list[Row]:
+        """Rows whose keys have the given values."""
+        return [row for row in self.rows if all(row[key] == value for key, value in conditions.items())]
+
+    def mean(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Mean over rows of every score, NaN left out."""
+        names = [name for name in rows[0] if name not in KEYS] if rows else []
+        return {name: _mean([row[name] for row in rows]) for name in names}
+
+    def ways(self) -> list[dict[str, str]]:
+        """The different ways in which clients were attacked."""
+        return [dict(zip(HOW, way, strict=True)) for way in dict.fromkeys(tuple(r[k] for k in HOW) for r in self.rows)]
+
+    def strongest(self, **conditions: Any) -> dict[str, Any] | None:
+        """The strongest way that meets the conditions, with its mean scores over clients; None if there is none."""
+        ways = [w for w in self.ways() if all(w[key] == value for key, value in conditions.items())]
+        found: list[dict[str, Any]] = [{**way, **self.mean(self.select(**way))} for way in ways]
+        return max(found, key=lambda one: _sortable(one[self.by]), default=None)
+
+    def views(self) -> list[str]:
+        """The views that saw anything, in order."""
+        return list(dict.fromkeys(row["view"] for row in self.rows))
+
+    def scalars(self) -> dict[str, float]:
+        """What is logged: the strongest attack of every view, ``<attack>/<view>/<score>``."""
+        logged: dict[str, float] = {}
+        for view in self.views():
+            best = self.strongest(view=view)
+            assert best is not None
+            logged |= {f"{self.attack}/{view}/{k}": v for k, v in best.items() if k not in HOW and not math.isnan(v)}
+        return logged
+
+    def markdown(self) -> str:
+        """The report as a page: threat models, the means over clients of every way, and the groups' means."""
+        lines = [f"# {self.attack} on {self.method} after {self.round} rounds", ""]
+        lines += [f"- **{view}** sees {VIEWS[view].sees}." for view in self.views()]
+        lines += [f"- {name}: {value}" for name, value in self.notes.items()]
+        table = [{**way, **self.mean(self.select(**way))} for way in self.ways()]
+        for row in table:
+            best = self.strongest(view=row["view"])
+            row["strongest"] = "yes" if best is not None and all(best[k] == row[k] for k in HOW) else ""
+        lines += ["", *_table(table)]
+        groups = sorted({row["group"] for row in self.rows if row["group"]})
+        if len(groups) > 1:
+            rows = []
+            for view in self.views():
+                best = self.strongest(view=view)
+                assert best is not None
+                way = {key: best[key] for key in HOW}
+                rows += [{"group": g, **way, **self.mean(self.select(**way, group=g))} for g in groups]
+            lines += ["", "Strongest attack of every view, by group of clients:", "", *_table(rows)]
+        return "\n".join(lines) + "\n"
+
+    def json(self) -> str:
+        """Everything, one row per client and way."""
+        plain = {k: getattr(self, k) for k in ("attack", "method", "round", "by", "notes")}
+        threat = {view: VIEWS[view].sees for view in self.views()}
+        return json.dumps({**plain, "threat_models": threat, "rows": self.rows}, indent=1)
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return ["Nothing crossed the wire that could be attacked."]
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def _sortable(value: float) -> float:
+    return -math.inf if math.isnan(value) else value

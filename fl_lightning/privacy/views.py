@@ -1,0 +1,143 @@
+"""Who the adversary is: what it sees of a client, and the models it can make of that.
+
+A view turns a run into candidates, by the assumption that the adversary makes of what it does not see: each is a list
+of models (states of the net), one for every message it has. An attack is carried out with all of them, and the
+strongest counts. Views use only the contract of :class:`~fl_lightning.module.FederatedModule`: ``revealed``,
+``assumptions``, ``private_start`` and ``assume``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
+from fl_lightning.methods.adaptation import Fitting, fit_entries
+from fl_lightning.module import FederatedModule
+from fl_lightning.privacy.wiretap import Run
+from fl_lightning.wire import State
+
+#: Candidates by assumption.
+Candidates = dict[str, list[State]]
+#: Passes over the adversary's own data in which it guesses private entries.
+GUESS_EPOCHS = 5
+
+
+class View(ABC):
+    """What an adversary knows of one client.
+
+    All of them know the architecture, the method and its settings, and the common initial weights.
+    """
+
+    name: ClassVar[str]
+    #: The threat model in a sentence.
+    sees: ClassVar[str]
+
+    @abstractmethod
+    def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
+        """The models that the adversary can make, by what it assumes; none if it sees nothing.
+
+        Args:
+            run: the run.
+            client: the client that is attacked.
+            reference: the adversary's own data, as a federation of one client; None leaves the guess out.
+        """
+
+
+class Outsider(View):
+    """Has intercepted one up message."""
+
+    name = "outsider"
+    sees = "one intercepted up message of the client"
+
+    def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
+        """The last message, completed in every way."""
+        return _completed(run, client, self.name, _revealed(run, client)[-1:], reference)
+
+
+class Server(View):
+    """Honest but curious: has every message; of these the last few (``memory``) are used."""
+
+    name = "server"
+    sees = "every up message of the client, the last ones of which are used together"
+
+    def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
+        """All messages, completed in every way."""
+        return _completed(run, client, Outsider.name, _revealed(run, client), reference)
+
+
+class OtherClient(View):
+    """Another participant: has the global model as it received it."""
+
+    name = "other_client"
+    sees = "the global model that the server sends to another client"
+
+    def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
+        """What another client begins its round with, completed in every way."""
+        module = run.module
+        clients = module.federation.num_clients
+        other = next((c for c in range(clients) if c != client), client)
+        message = module.message_down(other)
+        if not message:
+            return {}
+        begun = module.begin(other, message)
+        known = {name: begun[name] for name in module.shared_names if name in message or name in module.trainable_names}
+        return _completed(run, client, self.name, [known], reference)
+
+
+class Insider(View):
+    """Has the client's private state as well: no adversary, but the upper bound of all."""
+
+    name = "insider"
+    sees = "the client's last up message and its private state: an upper bound"
+
+    def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
+        """The model that the client trained, and the one that it is evaluated with."""
+        module, private = run.module, run.private[client]
+        seen = _revealed(run, client)
+        base = {**module.server_state(), **(seen[-1] if seen else {})}
+        return {"own": [module.assume(base, private)], "personal": [module.personal_state(client)]}
+
+
+VIEWS: dict[str, type[View]] = {view.name: view for view in (Outsider, Server, OtherClient, Insider)}
+
+
+def make_views(names: Sequence[str]) -> list[View]:
+    """Views by name."""
+    unknown = [name for name in names if name not in VIEWS]
+    if unknown or not names:
+        given = repr(unknown[0]) if unknown else "none"
+        raise FederationError(f"There is no view {given}: choose among {', '.join(VIEWS)}.")
+    return [VIEWS[name]() for name in names]
+
+
+def _revealed(run: Run, client: int) -> list[State]:
+    """What the client's messages tell of the net; none where nothing is sent."""
+    messages = [message for message in run.wire.sent[client] if message]
+    told = [run.module.revealed(message) for message in messages]
+    if any(not one for one in told):
+        kind = type(run.module).__name__
+        raise FederationError(f"The messages of {kind} name no entry of the net: {kind}.revealed must translate them.")
+    return told
+
+
+def _completed(run: Run, client: int, key: str, seen: list[State], reference: Federation | None) -> Candidates:
+    """The seen entries with all that is not seen assumed, or guessed with the adversary's own data."""
+    if not seen:
+        return {}
+    module = run.module
+    bare = [{**module.server_state(), **one} for one in seen]
+    found = {name: [module.assume(b, rest) for b in bare] for name, rest in module.assumptions().items()}
+    if reference is not None and module.private_start():
+        if (key, client) not in run.guesses:
+            run.guesses[key, client] = _guess(module, bare[-1], reference)
+        found["guess"] = [module.assume(b, run.guesses[key, client]) for b in bare]
+    return found
+
+
+def _guess(module: FederatedModule, state: State, reference: Federation) -> State:
+    """Fit the private entries to the adversary's data, on the entries it has seen."""
+    start = module.private_start()
+    return fit_entries(Fitting(module, tuple(start), GUESS_EPOCHS), reference, [0], {**state, **start})[0]

@@ -1,0 +1,108 @@
+"""What crossed the wire of some clients, listened to in a run or asked for after it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fl_lightning.engine import Job, settled
+from fl_lightning.module import FederatedModule
+from fl_lightning.wire import Message, State
+
+
+@dataclass
+class Wire:
+    """The last messages of the clients that were heard last: the fresher a message, the stronger an attack.
+
+    Args:
+        clients: of how many clients messages are kept; None means all.
+        memory: how many messages are kept of each.
+    """
+
+    clients: int | None = None
+    memory: int = 3
+    #: Up messages by client, the last one at the end, and the client heard last at the end.
+    sent: dict[int, deque[State]] = field(default_factory=dict)
+
+    def note(self, client: int, message: State) -> None:
+        """Keep a copy of an up message, and forget the client that was silent for longest if there are too many."""
+        kept = self.sent.pop(client, deque(maxlen=self.memory))
+        kept.append({name: value.detach().clone() for name, value in message.items()})
+        self.sent[client] = kept
+        if self.clients is not None and len(self.sent) > self.clients:
+            del self.sent[next(iter(self.sent))]
+
+
+@dataclass
+class Run:
+    """A federated run as an attack finds it.
+
+    Args:
+        module: the method, with the server's model.
+        wire: what crossed.
+        private: what the clients keep; the insider's view alone looks at it.
+    """
+
+    module: FederatedModule
+    wire: Wire
+    private: dict[int, State]
+    #: Private entries that were guessed, by client; made once for all views.
+    guesses: dict[tuple[str, int], State] = field(default_factory=dict)
+
+    @property
+    def clients(self) -> list[int]:
+        """The clients of which a message was seen."""
+        return sorted(self.wire.sent)
+
+
+class Wiretap(Callback):
+    """Listens to the up messages of a run.
+
+    Args:
+        wire: where they are kept.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+
+    def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
+        """Keep what crosses."""
+        self.wire.note(client, message.tensors)
+
+
+def finished(module: FederatedModule, wire: Wire) -> Run:
+    """A run that was listened to, with what its clients keep now."""
+    return Run(module, wire, {client: dict(module.snapshots[client].private) for client in wire.sent})
+
+
+def intercept(
+    module: FederatedModule, clients: Sequence[int], protect: Callable[[State, Message], None] | None = None
+) -> Run:
+    """What the clients would send in the next round, after a run of which nothing was recorded, as from a checkpoint.
+
+    Nothing of the round is kept: server and snapshots stay as they are.
+
+    Args:
+        module: a trained method under a Trainer with its data.
+        clients: the clients to listen to.
+        protect: what clients do to a message before it leaves, given what they received.
+    """
+    run, engine = Run(module, Wire(memory=1), {}), settled(module.engine)
+    with torch.inference_mode(False), torch.enable_grad():
+        for start in range(0, len(clients), engine.width):
+            received = {client: module.message_down(client) for client in clients[start : start + engine.width]}
+            jobs = [Job(client, module.begin(client, message)) for client, message in received.items()]
+            results = engine.train(module, module.federation, jobs, module.completed_rounds)
+            module.after_training({c: r.state for c, r in zip(received, results, strict=True)}, module.completed_rounds)
+            for job, result in zip(jobs, results, strict=True):
+                sent, kept = module.finish(job.client, result.state, received[job.client])
+                message = Message(job.client, sent, len(module.federation.train[job.client]))
+                if protect is not None:
+                    protect(received[job.client], message)
+                run.wire.note(job.client, message.tensors)
+                run.private[job.client] = {name: value.detach().clone() for name, value in kept.items()}
+    return run

@@ -1,0 +1,94 @@
+"""``fl-lightning attack``, and the tables of attacks in ``reproduce``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_lightning.cli import cells, figures, main, reproduce
+from fl_lightning.cli.tables import config_of, run_metric, select, table
+from tests.cli.test_cli import QUICKSTART, QUIET, refused
+from tests.cli.test_reproduce import TINY
+
+SAVER = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_attacks_on_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--config", QUICKSTART, "--model.engine=stacked", "--model.epochs=2"]
+    main(["fit", *run, *QUIET, "--trainer.max_epochs=1", f"--trainer.callbacks={SAVER}"])
+    before = Path("saved/run.ckpt").read_bytes()
+    capsys.readouterr()
+    options = '{"shadows": 1, "clients": 2}'
+    attack = ["attack", *run, "--ckpt_path", "saved/run.ckpt"]
+    main([*attack, "--attack", "membership", "--view", "outsider", "--options", options])
+    shown = capsys.readouterr().out
+    assert "# membership on FedAvg after 1 rounds" in shown
+    assert "**outsider** sees one intercepted up message of the client" in shown
+    (report,) = json.loads(Path("runs/attack/attack_membership.json").read_text())
+    assert {row["view"] for row in report["rows"]} == {"outsider"}
+    main([*attack, "--attack=leakage", "--view", "outsider", "insider", "--options", '{"steps": 2}', "--out", "here"])
+    assert "label_acc" in capsys.readouterr().out
+    assert Path("here/attack_leakage.md").exists()
+    assert Path("saved/run.ckpt").read_bytes() == before
+
+
+def test_what_cannot_be_attacked(capsys: pytest.CaptureFixture[str]) -> None:
+    attack = ["attack", "--config", QUICKSTART]
+    assert "Say which run is attacked" in refused(capsys, *attack)
+    assert "There is no checkpoint no.ckpt" in refused(capsys, *attack, "--ckpt_path", "no.ckpt")
+    assert "expected one of membership, inversion, leakage" in refused(capsys, *attack, "--attack", "bribery")
+    options = ["--ckpt_path", "no.ckpt", "--options", '{"bribe": 3}']
+    assert "The membership attack has no option 'bribe'" in refused(capsys, *attack, *options)
+    views = ["--ckpt_path", "no.ckpt", "--view", "outsider", "spy"]
+    assert "There is no view 'spy': choose among outsider" in refused(capsys, *attack, *views)
+
+
+def test_published_attacks_have_runs() -> None:
+    membership = select(table("waffle_factor_journal/table3"), {"method": "waffle_factor", "metric": "mia_accuracy"})
+    assert [cell.get("view") for cell in membership] == ["outsider", "server", "other_client", "insider", None]
+    assert [cell["value"] for cell in membership] == [None, None, None, None, 56.2]
+    assert [run_metric(cell) for cell in membership[3:]] == ["mia_accuracy/insider", "mia_accuracy"]
+    assert all(config_of(cell) == config_of(membership[0]) for cell in membership)
+    config = config_of(membership[0])
+    assert config["data"]["init_args"]["partition"]["init_args"] == {"clients": 10, "train_samples": 1000}
+    assert config["model"]["init_args"]["net"]["class_path"] == "fl_lightning.nets.LeNet5Cifar"
+    (inversion,) = select(table("waffle_factor_journal/table4"), {"method": "fedavg", "value": "12.46"})
+    assert config_of(inversion)["trainer"]["callbacks"][0]["class_path"].endswith("ModelInversionCallback")
+    assert len({cell["method"] for cell in table("fl_lightning/privacy")}) > 10
+
+
+def test_cells_with_attacks_and_their_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = "fl_lightning.callbacks."
+    attacks: list[dict[str, Any]] = [
+        {"class_path": f"{folder}MembershipInferenceCallback", "init_args": {"shadows": 2, "clients": 2}},
+        {"class_path": f"{folder}ModelInversionCallback", "init_args": {"steps": 2, "starts": 1, "clients": 2}},
+        {"class_path": f"{folder}LedgerCallback"},
+    ]
+    config = {**TINY, "trainer": {"max_epochs": 2, "callbacks": attacks}}
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(config)))
+    result = cells.run_cell(tmp_path / "runs", config, seed=0)
+    metrics = result["metrics"]
+    assert {"mia_accuracy", "mia_accuracy/server", "mia_auroc/strongest", "inversion_psnr/insider"} <= metrics.keys()
+    assert metrics["up_bytes_per_round"] == 6 * 4 * metrics["parameters"]
+    assert (cells.folder_of(tmp_path / "runs", config, 0) / "attack_membership.md").exists()
+    only = ["--only", "method=fedavg", "metric=mia_auroc", "view=server"]
+    main(["reproduce", "waffle_factor_journal/table3", "--cached", "--runs", str(tmp_path / "runs"), *only])
+    (row,) = json.loads(Path("results/waffle_factor_journal_table3.json").read_text())
+    assert row["measured"]["mean"] == pytest.approx(metrics["mia_auroc/server"], abs=1e-3)
+    page = Path("docs/results.md").read_text()
+    for kind in ("privacy", "inversion"):
+        name = f"results-waffle_factor_journal-table3-cifar10-1000_samples_per_client-{kind}.png"
+        assert Path("docs/pictures", name).stat().st_size > 5000
+        assert f"](pictures/{name})" in page
+
+
+def test_every_method_has_a_style_of_its_own() -> None:
+    assert len(set(figures.STYLES)) == len(figures.STYLES) > 20

@@ -1,0 +1,153 @@
+"""Differential privacy: bounded updates, noise of the size that the accountant is told, epsilon by round."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from fl_lightning.callbacks import DifferentialPrivacyCallback
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import QFFL, SCAFFOLD, FedAvg, FedPer, WAFFLe
+from fl_lightning.module import FederatedModule
+from fl_lightning.privacy.defence import change, clipped, epsilon, norm
+from fl_lightning.wire import Message, State
+from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
+
+pytest.importorskip("opacus", reason="opacus is not installed: pip install '.[privacy]'")
+
+
+class Watch(DifferentialPrivacyCallback):
+    """Keeps every round's messages as they are aggregated, with what their clients received."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[tuple[State, State]] = []
+        self.crossed: list[State] = []
+
+    def on_message_up(self, trainer: Any, pl_module: Any, client: int, message: Message) -> None:
+        self.crossed.append(dict(message.tensors))
+
+    def on_before_aggregate(self, trainer: Any, pl_module: Any, messages: list[Message]) -> None:
+        super().on_before_aggregate(trainer, pl_module, messages)
+        # Copied: what goes down shares memory with the server's model, which is about to step.
+        received = {c: {n: v.clone() for n, v in message.items()} for c, message in self._received.items()}
+        self.seen += [(dict(m.tensors), received[m.client]) for m in messages]
+
+
+METHODS: list[tuple[type[FederatedModule], dict[str, Any]]] = [
+    (FedAvg, {}),
+    (FedPer, {}),
+    (SCAFFOLD, {}),
+    (WAFFLe, {"factors": {"fc1": 5}, "epochs": 2}),
+]
+
+
+@pytest.mark.parametrize("where", ["central", "local"])
+@pytest.mark.parametrize(("kind", "options"), METHODS, ids=[kind.__name__ for kind, _ in METHODS])
+def test_clipping_bounds_every_update(kind: type[FederatedModule], options: dict[str, Any], where: Any) -> None:
+    watch = Watch(clip=0.05, noise_multiplier=0.0, where=where)
+    fit(kind(mlp(), lr=0.5, engine="stacked", **options), blobs(), 2, callbacks=[watch])
+    norms = [norm(change(sent, received)) for sent, received in watch.seen]
+    assert len(norms) == 8
+    assert max(norms) <= 0.05 * (1 + 1e-9)
+    assert max(norms) > 0.05 * (1 - 1e-6)  # it had something to clip
+    assert watch.epsilon() == math.inf
+
+
+def test_a_bound_that_nothing_reaches_changes_nothing() -> None:
+    plain, bounded = FedAvg(mlp(), lr=0.1, engine="stacked"), FedAvg(mlp(), lr=0.1, engine="stacked")
+    fit(plain, blobs(), 2)
+    fit(bounded, blobs(), 2, callbacks=[DifferentialPrivacyCallback(clip=1e9, noise_multiplier=0.0)])
+    assert largest_difference(weights(plain), weights(bounded)) == 0.0
+
+
+def test_integer_entries_stay_and_others_point_the_same_way() -> None:
+    sent = {"w": torch.tensor([3.0, 4.0]), "count": torch.tensor(7), "extra": torch.tensor([12.0])}
+    out = clipped(sent, {"w": torch.zeros(2), "count": torch.tensor(5)}, 1.3)
+    assert int(out["count"]) == 7
+    torch.testing.assert_close(out["w"], torch.tensor([0.3, 0.4]))
+    torch.testing.assert_close(out["extra"], torch.tensor([1.2]))
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_central_noise_is_what_the_accountant_is_told(weighting: Any) -> None:
+    """The mean's noise has the standard deviation noise_multiplier * clip * (largest weight)."""
+    quiet, loud = (FedAvg(mlp(hidden=(400,)), lr=0.1, engine="stacked", weighting=weighting) for _ in range(2))
+    fit(quiet, blobs(), 1, callbacks=[DifferentialPrivacyCallback(0.5, 0.0)])
+    defence = DifferentialPrivacyCallback(0.5, 3.0)
+    fit(loud, blobs(), 1, callbacks=[defence])
+    difference = torch.cat([(weights(loud)[n] - v).flatten() for n, v in weights(quiet).items()])
+    sizes = blobs().federation.train.sizes
+    largest = 0.25 if weighting == "uniform" else float(sizes.max() / sizes.sum())
+    assert len(difference) > 10_000
+    assert float(difference.std()) == pytest.approx(3.0 * 0.5 * largest, rel=0.03)
+    assert abs(float(difference.mean())) < 0.02
+    assert defence.epsilon() == pytest.approx(epsilon([(3.0, 1.0, 1)], 1 / 40))
+
+
+def test_local_noise_is_on_the_wire_and_central_noise_is_not() -> None:
+    noise: dict[str, float] = {}
+    for where in ("local", "central"):
+        plain, watch = Watch(0.5, 0.0, where=where), Watch(0.5, 2.0, where=where)  # type: ignore[arg-type]
+        for callback in (plain, watch):
+            fit(FedAvg(mlp(hidden=(200,)), lr=0.1, engine="stacked"), blobs(), 1, callbacks=[callback])
+        pairs = zip(watch.crossed, plain.crossed, strict=True)
+        noise[where] = float(torch.cat([(a[n] - b[n]).flatten() for a, b in pairs for n in a]).std())
+    assert noise["local"] == pytest.approx(2.0 * 0.5, rel=0.03)
+    assert noise["central"] == 0.0
+
+
+def test_epsilon_by_round_and_resumed(tmp_path: Path) -> None:
+    def run(rounds: int, path: str | None = None) -> tuple[Any, DifferentialPrivacyCallback, FedAvg]:
+        defence, method = DifferentialPrivacyCallback(1.0, 1.5, delta=1e-3), FedAvg(mlp(), lr=0.1, engine="stacked")
+        done = fit(method, blobs(fraction=0.5), rounds, path, callbacks=[defence], precision="32-true")
+        return done, defence, method
+
+    part, defence, _ = run(2)
+    assert defence.epsilon() == pytest.approx(epsilon([(1.5, 0.5, 2)], 1e-3))
+    assert float(part.callback_metrics["privacy/epsilon"]) == pytest.approx(defence.epsilon())
+    part.save_checkpoint(tmp_path / "part.ckpt")
+    _, resumed, mine = run(4, str(tmp_path / "part.ckpt"))
+    _, whole, theirs = run(4)
+    assert resumed.rounds == whole.rounds
+    assert resumed.epsilon() == pytest.approx(epsilon([(1.5, 0.5, 4)], 1e-3))
+    assert resumed.epsilon() > defence.epsilon()
+    assert largest_difference(weights(mine), weights(theirs)) == 0.0
+
+
+def test_epsilon_of_the_client_that_took_part_most() -> None:
+    defence, method = DifferentialPrivacyCallback(1.0, 4.0, "local", 1e-3), FedAvg(mlp(), lr=0.1, engine="stacked")
+    fit(method, blobs(fraction=0.5), 3, callbacks=[defence])
+    most = max(method.snapshots[client].rounds for client in method.snapshots)
+    assert defence.epsilon() == pytest.approx(epsilon([(2.0, 1.0, most)], 1e-3))
+
+
+def test_accountant_against_the_gaussian_mechanism() -> None:
+    """One release without sampling: Renyi divergence a / (2 z^2), turned into epsilon by hand, is an upper bound."""
+    z, delta = 2.0, 1e-5
+    orders = [1 + x / 10 for x in range(1, 1000)]
+    best = min(a / (2 * z * z) + math.log((a - 1) / a) - (math.log(delta) + math.log(a)) / (a - 1) for a in orders)
+    assert epsilon([(z, 1.0, 1)], delta) == pytest.approx(best, rel=1e-2)
+    assert epsilon([(z, 0.1, 10)], delta, "prv") < epsilon([(z, 0.1, 10)], delta)
+    assert epsilon([(z, 0.1, 10)], delta) < epsilon([(z, 1.0, 10)], delta)
+    assert epsilon([], delta) == 0.0
+
+
+def test_bad_settings_are_refused() -> None:
+    for options, sentence in (
+        ({"clip": 0.0}, "clip must be greater than 0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more"),
+        ({"where": "cloud"}, "where must be central or local"),
+        ({"delta": 2.0}, "delta must lie between 0 and 1"),
+    ):
+        with pytest.raises(FederationError, match=sentence):
+            DifferentialPrivacyCallback(**options)  # type: ignore[arg-type]
+    with pytest.raises(FederationError, match=r"server of QFFL does not take a mean.*where='local'"):
+        fit(QFFL(mlp()), blobs(), 1, callbacks=[DifferentialPrivacyCallback()])
+    with pytest.raises(FederationError, match="needs a federated method, not BoringModel"):
+        trainer(callbacks=[DifferentialPrivacyCallback()], precision="32-true").fit(BoringModel())

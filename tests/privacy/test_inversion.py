@@ -1,0 +1,122 @@
+"""Model inversion: PSNR identities, a linear model by hand, and the callback's report and pictures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fl_lightning.callbacks import ModelInversionCallback
+from fl_lightning.datamodules import IID, ConceptShift, TensorFederation
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import FedAvg
+from fl_lightning.metrics import psnr, ssim, total_variation
+from fl_lightning.nets import MLP
+from fl_lightning.privacy.judge import Judge
+from fl_lightning.privacy.pixels import Pixels
+from tests.support import fit, largest_difference, trainer, weights
+
+SIDE = 12
+
+
+def stripes(rows: int = 240, maps: bool = False) -> TensorFederation:
+    """Images as bytes: class 0 is bright above, class 1 bright below, class 2 bright on the left."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(rows) % 3
+    x = torch.full((rows, 1, SIDE, SIDE), 40.0)
+    x[y == 0, :, : SIDE // 2] += 150
+    x[y == 1, :, SIDE // 2 :] += 150
+    x[y == 2, :, :, : SIDE // 2] += 150
+    x = (x + 10 * torch.randn(x.shape, generator=generator)).clamp(0, 255).to(torch.uint8)
+    scheme = IID(2, train_samples=60)
+    mean, std = torch.tensor(100.0), torch.tensor(80.0)
+    return TensorFederation(x, y, partition=ConceptShift(scheme) if maps else scheme, mean=mean, std=std)
+
+
+def test_psnr_identities() -> None:
+    x = torch.rand(3, 1, 8, 8)
+    assert psnr(x, x).tolist() == [math.inf] * 3
+    torch.testing.assert_close(psnr(x + 0.1, x), torch.full((3,), 20.0).double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(psnr(10 * x, 10 * x + 1, 10.0), torch.full((3,), 20.0).double(), rtol=1e-5, atol=0)
+    assert torch.equal(psnr(x, x.flip(0)), psnr(x.flip(0), x))
+    images = torch.rand(2, 1, 16, 16)
+    torch.testing.assert_close(ssim(images, images), torch.ones(2), rtol=1e-5, atol=1e-6)
+    assert bool((ssim(images, 1 - images) < 0.5).all())
+    assert ssim(torch.rand(2, 5), torch.rand(2, 5)).isnan().all()
+    assert float(total_variation(torch.ones(1, 1, 4, 4))) == 0.0
+
+
+def test_pixels_there_and_back() -> None:
+    pixels = Pixels.of(stripes().federation)
+    images = pixels.of_rows(torch.arange(5))
+    assert 0 <= float(images.min()) < float(images.max()) <= 1
+    inputs = pixels.federation.features(pixels.federation.inputs[:5], torch.float32)
+    torch.testing.assert_close(pixels.to_net(images, torch.float32), inputs)
+    torch.testing.assert_close(pixels.from_net(inputs), images, rtol=1e-5, atol=1e-6)
+    tokens = TensorFederation(torch.ones(6, 3).long(), torch.arange(6) % 2, train=[[0, 1]], test=[[2]]).federation
+    with pytest.raises(FederationError, match="token numbers, not images"):
+        Pixels.of(tokens)
+
+
+def test_a_linear_model_shows_its_classes(tmp_path: Path) -> None:
+    """Softmax regression on stripes: the reconstruction is brighter where the class is, and the judge sees it."""
+    torch.manual_seed(0)
+    callback = ModelInversionCallback(steps=120, starts=2, judge_epochs=8, judge=str(tmp_path / "judge.pt"))
+    method = FedAvg(MLP(SIDE * SIDE, (), 3), lr=0.01, epochs=5, engine="stacked")
+    logger = TensorBoardLogger(tmp_path, "tb")
+    fit(method, stripes(), 3, callbacks=[callback], logger=logger, precision="32-true")
+    report = callback.report
+    assert report is not None
+    assert report.notes["accuracy of the judging classifier"] > 0.95
+    best = report.strongest(view="outsider")
+    assert best is not None
+    assert best["attack_acc"] == 1.0
+    assert best["psnr"] > 5
+    assert -1 <= best["ssim"] <= 1
+    images = next(one for one in callback.images if one.view == "outsider")
+    assert images.images.shape == (3, 2, 1, SIDE, SIDE)
+    above, below = images.images[0, :, 0, : SIDE // 2].mean(), images.images[0, :, 0, SIDE // 2 :].mean()
+    assert float(above) > float(below) + 0.1
+    by_hand = psnr(images.images.flatten(0, 1), images.means.repeat_interleave(2, 0)).mean()
+    (row,) = report.select(view="outsider", client=images.client)
+    assert row["psnr"] == pytest.approx(float(by_hand))
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert set(events.Tags()["images"]) == {f"inversion/{view}" for view in report.views()}
+    assert (Path(logger.log_dir) / "inversion.pt").exists()
+    assert callback.run_metrics()["inversion_judge_acc"] > 95
+    again = Judge.trained(method.federation, seed=5, path=str(tmp_path / "judge.pt"))
+    assert 100 * again.accuracy == callback.run_metrics()["inversion_judge_acc"]
+    (tmp_path / "other.pt").write_text("no")
+    with pytest.raises(FederationError, match="holds no classifier for this data"):
+        Judge.trained(method.federation, seed=5, path=str(tmp_path / "other.pt"))
+
+
+def test_own_labellings_are_translated_and_nothing_changes(tmp_path: Path) -> None:
+    """A client whose labels are permuted is attacked under its own, and judged under those of the data."""
+
+    def run(*callbacks: ModelInversionCallback) -> FedAvg:
+        torch.manual_seed(0)
+        method = FedAvg(MLP(SIDE * SIDE, (), 3), lr=0.01, epochs=5, engine="stacked")
+        fit(method, stripes(maps=True), 2, callbacks=list(callbacks), precision="32-true")
+        return method
+
+    callback = ModelInversionCallback(["outsider"], 120, 1, judge_epochs=8, folder=str(tmp_path))
+    attacked, plain = run(callback), run()
+    assert largest_difference(weights(attacked), weights(plain)) == 0.0
+    assert callback.report is not None
+    assert [row["attack_acc"] for row in callback.report.rows] == [1.0, 1.0]
+
+
+def test_after_a_test(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    method = FedAvg(MLP(SIDE * SIDE, (), 3), lr=0.01, engine="stacked")
+    fit(method, stripes(), 1, precision="32-true")
+    callback = ModelInversionCallback(["outsider"], 5, 1, judge_epochs=1, clients=1, folder=str(tmp_path))
+    trainer(callbacks=[callback], precision="32-true").test(method, datamodule=stripes(), verbose=False)
+    assert (tmp_path / "attack_inversion.md").exists()
+    with pytest.raises(FederationError, match="steps must be 1 or more, not 0"):
+        ModelInversionCallback(steps=0)

@@ -1,0 +1,109 @@
+"""Gradient leakage: exact for a linear model and one sample, by hand and by the callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning.callbacks import GradientLeakageCallback
+from fl_lightning.errors import FederationError
+from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, Local, WAFFLe
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import MLP
+from fl_lightning.privacy.leakage import analytic, gradient_of, labels_of, small_update
+from tests.privacy.test_inversion import SIDE, stripes
+from tests.support import blobs, fit, largest_difference, mlp, weights
+
+
+def linear(bias: bool = True) -> MLP:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MLP(20, (), 4, bias=bias)
+
+
+def test_a_linear_models_single_sample_is_exact() -> None:
+    method, data = FedAvg(linear(), lr=0.1, engine="stacked"), blobs()
+    fit(method, data, 1)
+    row = data.federation.train[2][:1]
+    before = weights(method)
+    received, sent, _ = small_update(method, 2, row)
+    gradient = gradient_of(method, received, sent)
+    net = linear().double()
+    net.load_state_dict(before)
+    x, y = data.federation.inputs[row].double(), data.federation.targets[row]
+    nn.functional.cross_entropy(net(x), y).backward()
+    assert largest_difference(gradient, {n: p.grad for n, p in net.named_parameters()}) < 1e-12  # type: ignore[misc]
+    found = analytic(method, gradient)
+    assert found is not None
+    torch.testing.assert_close(found, x[0], rtol=1e-9, atol=1e-9)
+    assert labels_of(method, gradient, 1).tolist() == y.tolist()  # type: ignore[union-attr]
+    assert largest_difference(before, weights(method)) == 0.0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_weight_decay_is_accounted_for(decay: float) -> None:
+    method, data = FedAvg(linear(), lr=0.1, weight_decay=decay, momentum=0.9, engine="stacked"), blobs()
+    fit(method, data, 1)
+    row = data.federation.train[0][:1]
+    received, sent, _ = small_update(method, 0, row)
+    found = analytic(method, gradient_of(method, received, sent))
+    torch.testing.assert_close(found, data.federation.inputs[row][0].double(), rtol=1e-6, atol=1e-8)
+
+
+def test_labels_of_a_batch() -> None:
+    """By hand: three samples of classes 0, 2 and 2, of all of which the model thinks all classes equally likely."""
+    method = FedAvg(mlp())
+    share = torch.tensor([1.0, 0.0, 2.0, 0.0]) / 3
+    assert labels_of(method, {"head.bias": 0.25 - share}, 3).tolist() == [0, 2, 2]  # type: ignore[union-attr]
+    rows = (0.25 - share)[:, None] * torch.rand(1, 16)
+    assert labels_of(method, {"head.weight": rows}, 3).tolist() == [0, 2, 2]  # type: ignore[union-attr]
+
+
+def test_without_a_bias_or_a_head_that_is_sent() -> None:
+    method = FedAvg(linear(bias=False), lr=0.1, engine="stacked")
+    fit(method, blobs(), 1)
+    received, sent, _ = small_update(method, 0, torch.tensor([0]))
+    assert analytic(method, gradient_of(method, received, sent)) is None
+    personal = FedPer(mlp(), lr=0.1, engine="stacked")
+    fit(personal, blobs(), 1)
+    received, sent, _ = small_update(personal, 0, torch.tensor([0]))
+    assert labels_of(personal, gradient_of(personal, received, sent), 1) is None
+
+
+@pytest.mark.parametrize("kind", [FedAvg, SCAFFOLD, WAFFLe, Local])
+def test_callback_on_images(kind: type[FederatedModule], tmp_path: Path) -> None:
+    def run(*callbacks: Any) -> FederatedModule:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"factors": {"fc1": 6}, "epochs": 2} if kind is WAFFLe else {}
+        method = kind(MLP(SIDE * SIDE, (12,), 3, bias=True), lr=0.01, engine="stacked", **options)
+        fit(method, stripes(), 2, callbacks=list(callbacks))
+        return method
+
+    callback = GradientLeakageCallback(steps=150, clients=1, folder=str(tmp_path))
+    attacked = run(callback)
+    assert largest_difference(weights(attacked), weights(run())) == 0.0
+    report = callback.report
+    assert report is not None
+    if kind is Local:
+        assert report.rows == []
+        assert "Nothing crossed the wire" in (tmp_path / "attack_leakage.md").read_text()
+        return
+    best = report.strongest(view="outsider")
+    assert best is not None
+    if kind is FedAvg:
+        assert best["variant"] == "analytic"
+        assert best["psnr"] > 100
+        assert best["label_acc"] == 1.0
+        (matched,) = report.select(view="outsider", variant="matching")
+        assert matched["psnr"] > 25
+    if kind is WAFFLe:
+        assert {row["assumption"] for row in report.select(view="outsider")} == {"ones", "prior_mean"}
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(FederationError, match="batch must be 1 or more, not 0"):
+        GradientLeakageCallback(batch=0)
