@@ -27,11 +27,9 @@ class Pixels:
 
     @classmethod
     def of(cls, federation: Federation) -> Pixels:
-        """Bytes reach from 0 to 255, other numbers from their smallest to their largest."""
+        """From the smallest stored value to the largest."""
         inputs = federation.inputs
-        if inputs.dtype == torch.uint8:
-            return cls(federation, 0.0, 255.0)
-        if not inputs.is_floating_point():
+        if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
             raise FederationError("Inputs are token numbers, not images: they cannot be reconstructed pixel by pixel.")
         return cls(federation, float(inputs.min()), float(inputs.max()))
 
