@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SAMPLES, SAMPLES_CONVOLVED = 512, 128
 #: Personal models stacked in one forward pass, and samples of all of them together.
 MODELS, STACKED_SAMPLES = 20, 2048
+#: Bytes of normalised inputs that are kept from one evaluation to the next.
+KEPT = 2**26
 
 ClientOutput = tuple[int, Tensor, Tensor]
 
@@ -36,9 +38,11 @@ class Evaluator:
         self.scores: dict[str, Tensor] = {}
         self._metric: ClientAccuracy | None = None
         self._stackable = True
+        self._inputs: dict[tuple[Any, ...], Tensor] = {}
 
     def prepare(self, num_clients: int) -> None:
         """Get ready for a federation of so many clients."""
+        self._inputs.clear()
         self._metric = ClientAccuracy(num_clients, sync_on_compute=False)  # every process evaluates all clients
 
     def clear(self) -> None:
@@ -99,7 +103,7 @@ class Evaluator:
         groups = [(key, list(group)) for key, group in groupby(ordered, key=module.model_key)]
         for _, group in groups:
             if len(group) > 1:
-                yield from _one_model(module, group, split)
+                yield from self._one_model(module, group, split)
         alone = [group[0] for _, group in groups if len(group) == 1]
         for start in range(0, len(alone), MODELS):
             yield from self._many_models(module, alone[start : start + MODELS], split)
@@ -112,7 +116,30 @@ class Evaluator:
             except Exception:  # whatever a net does that vmap cannot: one after the other
                 self._stackable = False
         for client in clients:
-            yield from _one_model(module, [client], split)
+            yield from self._one_model(module, [client], split)
+
+    def _one_model(self, module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
+        """All samples of clients that share a model, in large batches across clients."""
+        federation, state = module.federation, fast_copy(module.personal_state(clients[0]))
+        parts = [federation.index(split)[client] for client in clients]
+        ready = self._ready(module, federation, torch.cat(parts), (split, *clients))
+        batches = [module.call(state, x, training=False)[0] for x in ready(_samples(state))]
+        sizes = list(map(len, parts))
+        for client, index, scores in zip(clients, parts, torch.split(torch.cat(batches), sizes), strict=True):
+            yield client, scores, _targets(federation, client, index)
+
+    def _ready(
+        self, module: FederatedModule, federation: Federation, index: Tensor, key: tuple[Any, ...]
+    ) -> Callable[[int], Iterable[Tensor]]:
+        """Normalised inputs in batches of a given size; where they are few they are kept for the next evaluation."""
+        dtype = module.compute_dtype
+        key = (id(federation), dtype, *key)
+        if key not in self._inputs:
+            size = len(index) * federation.inputs[0].numel() * dtype.itemsize
+            if size + sum(kept.nbytes for kept in self._inputs.values()) > KEPT:
+                return lambda n: (federation.features(federation.inputs[part], dtype) for part in torch.split(index, n))
+            self._inputs[key] = federation.features(federation.inputs[index], dtype)
+        return lambda n: torch.split(self._inputs[key], n)
 
     def _global_accuracy(self, module: FederatedModule, federation: Federation, state: State) -> Tensor:
         assert federation.global_test is not None
@@ -169,16 +196,6 @@ def _targets(federation: Federation, client: int, index: Tensor) -> Tensor:
     """A client's labels, in its own labelling where it has one."""
     targets = federation.targets[index]
     return targets if federation.label_maps is None else federation.label_maps[client][targets]
-
-
-def _one_model(module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
-    """All samples of clients that share a model, in large batches across clients."""
-    federation, state = module.federation, fast_copy(module.personal_state(clients[0]))
-    parts = [federation.index(split)[client] for client in clients]
-    batches = torch.split(torch.cat(parts), _samples(state))
-    logits = torch.cat([_forward(module, state, federation, federation.inputs[part]) for part in batches])
-    for client, index, scores in zip(clients, parts, torch.split(logits, list(map(len, parts))), strict=True):
-        yield client, scores, _targets(federation, client, index)
 
 
 def _stacked(module: FederatedModule, clients: list[int], split: Split) -> list[ClientOutput]:
