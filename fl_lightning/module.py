@@ -76,7 +76,7 @@ class FederatedModule(LightningModule):
             start anew in every round and are averaged for evaluation (``reset``).
         server_optimizer: makes the optimizer that steps the server's model along the mean change; plain SGD with
             learning rate 1, the default, is FedAvg, adaptive ones give FedOpt.
-        engine: how a cohort is trained: ``auto``, ``sequential``, ``stacked`` or ``captured``.
+        engine: how a cohort is trained: ``auto``, ``sequential``, ``stacked``, ``captured`` or ``compiled``.
         clients_per_stack: how many clients are trained together at most.
         workers: how many processes the clients of a round are shared out to, each with one core.
         store: a folder for files that hold what clients keep between rounds; None keeps it in memory.

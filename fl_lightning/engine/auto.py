@@ -10,13 +10,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from fl_lightning.engine.base import Engine
 from fl_lightning.engine.captured import CapturedEngine
+from fl_lightning.engine.compiled import CompiledEngine
 from fl_lightning.engine.contract import Job, LocalMethod, Result
 from fl_lightning.engine.sequential import SequentialEngine
 from fl_lightning.engine.stacked import StackedEngine
 from fl_lightning.federation import Federation
 
 ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
-    engine.name: engine for engine in (SequentialEngine, StackedEngine, CapturedEngine)
+    engine.name: engine for engine in (SequentialEngine, StackedEngine, CapturedEngine, CompiledEngine)
 }
 #: Relative disagreement of the probed weights that is put down to rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -34,7 +34,7 @@ class CapturedEngine(StackedEngine):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width)
-        self._traces: dict[Any, _Trace] = {}
+        self._traces: dict[Any, Trace] = {}
 
     def reset(self) -> None:
         """Forget the traces."""
@@ -49,17 +49,22 @@ class CapturedEngine(StackedEngine):
                 return plain(part, batch)
             bound = part.prepared.get(position)
             if bound is None:
-                bound = part.prepared[position] = _Bound(self._trace(move, position, phase, part.state, batch), part)
+                trace = self._trace(move, position, phase, part.state, batch)
+                bound = part.prepared[position] = _Bound(trace, self.runner(trace, part), part)
             return bound(batch)
 
         return replay
 
-    def _trace(self, move: Move, position: int, phase: Phase, state: State, batch: Batch) -> _Trace:
+    def runner(self, trace: Trace, part: Part) -> Callable[..., Sequence[Tensor]]:
+        """What runs the operations of a trace."""
+        return trace.lean.run
+
+    def _trace(self, move: Move, position: int, phase: Phase, state: State, batch: Batch) -> Trace:
         leaves = [*state.values(), *_leaves(batch)]
         looks = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
         key = (position, phase, tuple(state), tuple(batch.noise), looks)
         if key not in self._traces:
-            self._traces[key] = _Trace(move, phase, state, batch)
+            self._traces[key] = Trace(move, phase, state, batch)
         return self._traces[key]
 
 
@@ -67,7 +72,7 @@ def _leaves(batch: Batch) -> list[Tensor]:
     return [batch.x, batch.y, *batch.noise.values(), *batch.scalars.values()]
 
 
-class _Trace:
+class Trace:
     """The operations of a mapped move, and the names of what they return."""
 
     def __init__(self, move: Move, phase: Phase, state: State, batch: Batch) -> None:
@@ -87,13 +92,13 @@ class _Trace:
 class _Bound:
     """A trace with the memory of one part of the stack."""
 
-    def __init__(self, trace: _Trace, part: Part) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, run: Callable[..., Sequence[Tensor]], part: Part) -> None:
+        self.trace, self.run = trace, run
         self.given = [*trace.lean.bind(*part.state.values()), *part.state.values()]
 
     def __call__(self, batch: Batch) -> Update:
         lean = self.trace.lean
-        returned = iter(lean.outputs(lean.run(*self.given, *_leaves(batch))))
+        returned = iter(lean.outputs(self.run(*self.given, *_leaves(batch))))
         loss = next(returned)
         parts = [dict(zip(names, islice(returned, len(names)), strict=True)) for names in self.trace.names]
         return Update(loss, *parts)  # type: ignore[arg-type]

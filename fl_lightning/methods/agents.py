@@ -42,6 +42,8 @@ class AgentsOfInterest(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
+    aggregates_by_mean = False  # the clients' updates decide the weights
+
     #: Entries of the memory that belong to one run: another ``fit`` begins without them.
     of_the_run: tuple[str, ...] = (WEIGHTS, DISTANCES)
 

@@ -59,6 +59,8 @@ class ClusterModels(ClusteredModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
+    aggregates_by_mean = False  # the clients' data decides whom they are averaged with
+
     others: nn.ModuleList
 
     def make_models(self, independent: bool) -> None:

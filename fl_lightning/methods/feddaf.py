@@ -52,6 +52,8 @@ class FedDAF(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
+    aggregates_by_mean = False  # the clients' statistics decide the weights
+
     def __init__(
         self,
         net: FedNet,

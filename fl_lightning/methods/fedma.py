@@ -48,6 +48,8 @@ class FedMA(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
+    aggregates_by_mean = False  # the clients' weights decide which units are averaged
+
     def __init__(
         self,
         net: FedNet,

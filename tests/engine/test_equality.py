@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fl_lightning import methods, seeding
 from fl_lightning.engine import Batch, CapturedEngine, captured
+from fl_lightning.engine.compiled import CompiledEngine
 from fl_lightning.methods import (
     APFL,
     IFCA,
@@ -202,8 +204,8 @@ def test_seldom_seen_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> No
     """Until they would have paid off, by the round and the clients' sizes alone: a resumed run does the same."""
 
     made: list[int] = []
-    trace = captured._Trace.__init__
-    monkeypatch.setattr(captured._Trace, "__init__", lambda *args: (made.append(1), trace(*args))[1])
+    trace = captured.Trace.__init__
+    monkeypatch.setattr(captured.Trace, "__init__", lambda *args: (made.append(1), trace(*args))[1])
 
     def traces(seldom: int) -> int:
         monkeypatch.setattr(CapturedEngine, "seldom", seldom)
@@ -213,6 +215,17 @@ def test_seldom_seen_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> No
         return len(made)
 
     assert (traces(0), traces(20), traces(21)) == (1, 1, 0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledEngine, "worth", 5)  # of two clients' two steps, one has ten in two rounds
+    made: list[object] = []
+    runner = CompiledEngine.runner
+    monkeypatch.setattr(CompiledEngine, "runner", lambda *args: (made.append(runner(*args)), made[-1])[1])
+    one, other = (trained(FedAvg, "mlp", (16, 16), engine=engine) for engine in ("stacked", "compiled"))
+    assert differ(one, other) < 1e-12
+    assert any(getattr(run, "__name__", "") == "checked" for run in made)
 
 
 def test_captured_steps_are_traced_anew_for_the_next_run() -> None:
