@@ -9,7 +9,7 @@ each of the peer's rounds, so that what else the machine does hits both: only ra
 is not timed. A peer that cannot be installed or does not run is skipped, and the result says why.
 
 FedLab and Flower take their batches from the user. They are measured with the ``DataLoader`` of their tutorials, and
-once more with the bare loop's own slices of tensors in memory, which is the best that they can do.
+once more (-memory) with the slices of tensors in memory that the bare loop takes.
 """
 
 from __future__ import annotations
