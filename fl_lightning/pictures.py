@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 #: Okabe and Ito's colours, told apart by everyone; black last.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 #: Colours with line styles, so that lines are told apart in a black and white print too.
-STYLES = tuple(zip(COLOURS, ("-", "--", "-.", ":", "-", "--", "-."), strict=True))
+STYLES = tuple(
+    (colour, ("-", "--", "-.", ":")[(i + turn) % 4]) for turn in range(4) for i, colour in enumerate(COLOURS)
+)
 Values = NDArray[np.float64]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,3 +112,8 @@ def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> T
         num_classes=CLASSES,
         **kwargs,
     )
+
+
+def untimed(summary: Mapping[str, float]) -> dict[str, float]:
+    """What is logged of a round, without how long it took."""
+    return {name: value for name, value in summary.items() if not name.startswith("time/")}

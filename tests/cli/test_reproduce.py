@@ -208,7 +208,7 @@ def test_a_study_is_drawn_over_the_key_that_it_varies(tmp_path: Path, monkeypatc
     kept = figures.study
     monkeypatch.setattr(figures, "study", lambda *args: (drawn.append(args), kept(*args)))
     reproduce.draw(tmp_path, "fedbps/table2", table("fedbps/table2"), [0, 1, 2], None, tmp_path)
-    ((lines, path, _, key),) = drawn
+    ((lines, path, _, key, _),) = drawn
     assert key == "p"
     assert lines.keys() == {"mnist", "fmnist", "cifar10"}
     assert set(lines["mnist"]) == {0.3, 0.5, 0.7, 0.9, "auto"}

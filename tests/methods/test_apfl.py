@@ -121,7 +121,7 @@ def test_engines_agree_and_nothing_private_crosses() -> None:
 
     one, two, three = (trained(engine) for engine in ("sequential", "stacked", "captured"))
     assert differ(one, two) < 1e-9
-    assert differ(two, three) == 0.0
+    assert differ(two, three) < 1e-12
     assert crossed == set(one.trainable_names)
 
 

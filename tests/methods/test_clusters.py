@@ -17,7 +17,7 @@ from fl_lightning.methods.clusters import ClusteredModule, balanced, redrawn, sq
 from fl_lightning.nets import LeNetBN
 from fl_lightning.optim import FedAdam
 from fl_lightning.seeding import stream
-from tests.support import CLASSES, blobs, fit, largest_difference, mlp, planted, weights
+from tests.support import CLASSES, blobs, fit, largest_difference, mlp, planted, untimed, weights
 from tests.test_resume import Stop, assert_same, fail, kill, make, run, state_of, stopped
 
 OPTIONS: dict[type[ClusteredModule], dict[str, Any]] = {
@@ -82,7 +82,7 @@ def test_engines_agree(kind: type[ClusteredModule]) -> None:
 
     one, two, three = (trained(engine) for engine in ("sequential", "stacked", "captured"))
     assert largest_difference(server(one), server(two)) < 1e-9
-    assert largest_difference(server(two), server(three)) == 0.0
+    assert largest_difference(server(two), server(three)) < 1e-12
     assert one.assignment() == two.assignment() == three.assignment()
 
 
@@ -103,7 +103,7 @@ def test_resumes_exactly_also_between_stages(kind: type[ClusteredModule], tmp_pa
         run(again, folder, ckpt_path=str(folder / name))
         assert_same(state_of(again) | server(again), expected)
         assert again.assignment() == whole.assignment()
-        assert again.summary == whole.summary
+        assert untimed(again.summary) == untimed(whole.summary)
 
 
 @EVERY

@@ -68,12 +68,12 @@ def test_weights_are_a_distribution_with_the_agent_on_top(d: list[float], omega:
 @given(DISTANCES, UNIT, st.floats(0.01, 1))
 def test_equation_3_and_line_6_agree(d: list[float], omega: float, psi: float) -> None:
     """Line 6 divides by dM - min_i d_i over all i, after d_agent was overwritten by line 4."""
-    others, distances = d[1:], torch.tensor(d).double()
+    others, distances = d[1:], torch.tensor(d, dtype=torch.float64)
     far, near = max(others), min(others)
     if far < 1e-3 or far - near < 1e-6 * far:
         return
     own = near * (1 - (far - near) / far * (1 - omega))
-    line4 = torch.tensor([own, *others]).double()
+    line4 = torch.tensor([own, *others], dtype=torch.float64)
     raw = (psi - (line4 - own) / (far - line4.min())).clamp(min=0)
     torch.testing.assert_close(calculate_weights(distances, 0, omega, psi), raw / raw.sum(), atol=1e-6, rtol=0)
 
