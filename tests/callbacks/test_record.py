@@ -54,7 +54,8 @@ def test_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:
     assert again["curves"].keys() == whole["curves"].keys()
     for name, curve in whole["curves"].items():
         assert again["curves"][name]["rounds"] == curve["rounds"] == [0, 1, 2, 3]
-        assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
+        if not name.startswith("time/"):
+            assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
     assert again["clients"] == whole["clients"]
     assert again["steps"] == whole["steps"]
 

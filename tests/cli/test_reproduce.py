@@ -203,7 +203,7 @@ def test_the_settings_of_the_parameter_selection_paper_reach_the_run() -> None:
 
 def test_a_study_is_drawn_over_the_key_that_it_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    result = {"metrics": {"local_test_acc": 90.0}, "curves": {"local_test_acc": [90.0]}}
+    result = {"metrics": {"local_test_acc": 90.0}, "curves": {"local_test_acc": [80.0, 90.0]}, "rounds": 2}
     monkeypatch.setattr(reproduce, "cached", lambda root, config, seed: result if seed < 2 else None)
     kept = figures.study
     monkeypatch.setattr(figures, "study", lambda *args: (drawn.append(args), kept(*args)))
