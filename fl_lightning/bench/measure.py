@@ -36,7 +36,7 @@ class Clock(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock after the warm-up."""
         if trainer.current_epoch == self.warm_up:
-            self.began, self.before = time.perf_counter(), steps_of(pl_module)
+            self.began, self.before, self.validating = time.perf_counter(), steps_of(pl_module), 0.0
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop the clock."""
@@ -51,7 +51,7 @@ class Clock(Callback):
         elapsed = time.perf_counter() - self.began - self.validating
         self.speed = (steps_of(pl_module) - self.before) / elapsed
         self.seconds = elapsed / (trainer.current_epoch - self.warm_up)
-        self.share = self.validating / (self.validating + self.seconds)
+        self.share = self.validating / (self.validating + elapsed)
 
 
 def steps_of(module: FederatedModule) -> int:
@@ -65,7 +65,7 @@ def federated(workload: Workload, data: TensorFederation, options: dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
             max_epochs=workload.warm_up + workload.rounds,
-            check_val_every_n_epoch=workload.warm_up + workload.rounds,
+            check_val_every_n_epoch=workload.validate_every,
             accelerator="cpu",
             logger=CSVLogger(folder),
             callbacks=[clock],

@@ -30,6 +30,7 @@ class Workload(NamedTuple):
         loop: the plain loop.
         rounds: rounds timed in each repeat.
         warm_up: rounds before these, in which engines are chosen and steps are traced.
+        validate_every: rounds from one validation to the next.
     """
 
     data: Callable[[], TensorFederation]
@@ -37,6 +38,7 @@ class Workload(NamedTuple):
     loop: Loop
     rounds: int = 2
     warm_up: int = 1
+    validate_every: int = 1
 
 
 def _mnist() -> TensorFederation:
@@ -53,11 +55,11 @@ def _waffle(**options: Any) -> FederatedModule:
 
 WORKLOADS = {
     "mnist-mlp": Workload(_mnist, _fedavg(MLP, 0.04, 5, 10), plain.sgd, rounds=4, warm_up=6),
-    "waffle-mlp": Workload(_mnist, _waffle, plain.waffle, warm_up=6),
-    "fmnist-cnn": Workload(_mnist, _fedavg(CNNFashion, 0.02, 1, 10), plain.sgd),
-    "lenet5": Workload(_mnist, _fedavg(LeNet5, 0.1, 1, 32), plain.sgd),
+    "waffle-mlp": Workload(_mnist, _waffle, plain.waffle, warm_up=14, validate_every=16),
+    "fmnist-cnn": Workload(_mnist, _fedavg(CNNFashion, 0.02, 5, 10), plain.sgd, rounds=1),
+    "lenet5": Workload(_mnist, _fedavg(LeNet5, 0.1, 5, 32), plain.sgd, rounds=2),
     "resnet18": Workload(
-        lambda: images((3, 32, 32), clients=4, sizes=(64, 64), fraction=0.5),
+        lambda: images((3, 32, 32), clients=4, sizes=(128, 128), fraction=0.5),
         _fedavg(ResNet18, 0.01, 1, 32),
         plain.sgd,
         rounds=1,

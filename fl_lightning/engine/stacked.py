@@ -208,7 +208,10 @@ class _Stack:
         ):
             members = list(run)
             if rest and some:
-                yield members[0], members[-1] + 1, full, rest
+                # Small groups one by one: fewer different steps, which are to be traced.
+                width = len(members) if 2 * len(members) >= len(self.clients) else 1
+                for start in range(members[0], members[-1] + 1, width):
+                    yield start, start + width, full, rest
 
     def _gather(self, start: int, stop: int, index: Tensor) -> tuple[Tensor, Tensor]:
         streams = [s.augment for s in self.schedules[start:stop]]
