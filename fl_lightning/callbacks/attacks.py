@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -73,6 +73,8 @@ class AttackCallback(FederatedCallback):
         #: What the attacks came to, by number of rounds.
         self.reports: dict[int, Report] = {}
         self.wire = Wire(memory=memory)
+        #: Told how many targets of how many an attack is through with.
+        self.watch: Callable[[int, int], None] | None = None
         self._initial: FederatedModule | None = None
         self._heard: dict[int, list[State]] = {}
 
@@ -166,6 +168,7 @@ class AttackCallback(FederatedCallback):
         rounds = module.completed_rounds
         if trainer.fast_dev_run or rounds in self.reports or not run.clients:  # type: ignore[attr-defined]
             return
+        run.watch = self.watch
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*many workers.*|.*number of training batches.*|.*treespec.*")
             rows = self.strike(trainer, run)

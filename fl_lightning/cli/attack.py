@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from fl_lightning.callbacks.attacks import AttackCallback
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.views import VIEWS
+from fl_lightning.view import View
 
 ATTACKS: dict[str, type[AttackCallback]] = {
     kind.attack: kind for kind in (MembershipInferenceCallback, ModelInversionCallback, GradientLeakageCallback)
@@ -57,6 +59,7 @@ def main(argv: list[str]) -> None:
         options["views"] = cli.config["view"]
     attack = make_attack(cli.config["attack"], {"folder": cli.config["out"], **options})
     callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
+    attack.watch = _progress(attack.attack, bool(cli.config["quiet"]))
     defences = [callback for callback in callbacks if isinstance(callback, DifferentialPrivacyCallback)]
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -76,6 +79,20 @@ def main(argv: list[str]) -> None:
     assert attack.report is not None
     print(attack.report.markdown())
     print(f"wrote {Path(cli.config['out']) / f'attack_{attack.attack}.json'}")
+
+
+def _progress(name: str, quiet: bool) -> Callable[[int, int], None]:
+    """Shows how many targets an attack is through with; it begins with the first, when their number is known."""
+    shown: list[View] = []
+
+    def watch(done: int, total: int) -> None:
+        if not shown:
+            shown.append(View("target", total, quiet=quiet))
+        shown[0].update(done, f"{name} attack")
+        if done == total:
+            shown.pop().close()
+
+    return watch
 
 
 def make_attack(name: str, options: dict[str, Any]) -> AttackCallback:

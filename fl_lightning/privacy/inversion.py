@@ -125,7 +125,7 @@ def invert(
     reference = as_clients(federation, [reference_rows]) if len(reference_rows) else None
     rows: list[Row] = []
     images: list[Reconstructed] = []
-    for client in run.clients:
+    for client in run.each(run.clients):
         classes, means = _held(module, pixels, client, most_classes)
         original = classes
         if federation.label_maps is not None:  # the judge knows the labels of the data, not the client's own

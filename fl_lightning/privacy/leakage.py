@@ -193,7 +193,7 @@ def leak(
     """
     module, rows = run.module, []
     federation, pixels = module.federation, Pixels.of(module.federation)
-    for client in run.clients:
+    for client in run.each(run.clients):
         rng = seeding.stream(module.seed, "attack.leakage", client=client)
         own = federation.train[client]
         chosen = own[seeding.permutation(rng, len(own))[:batch].to(own.device)]

@@ -45,17 +45,19 @@ def infer_membership(
     reference = as_clients(federation, [data.reference]) if len(data.reference) else None
     clients = [client for client in data.members if client in run.wire.sent]
     rows: list[Row] = []
-    for view in views:
-        taught: dict[str, tuple[Teacher, list[list[State]]]] = {}
-        seen = [view.observe(shadow, number, reference) for shadow, number in shadows]
-        for client in clients:
-            for assumption, states in view.observe(run, client, reference).items():
-                if assumption not in taught:
-                    taught[assumption] = _teach(shadows, seen, assumption, data, federation, run.module.seed)
-                teacher, models = taught[assumption]
-                for variant, scores in _attack(run, client, states, shadows, models, teacher, data).items():
-                    how = {"view": view.name, "assumption": assumption, "variant": variant}
-                    rows.append({**how, "client": client, "group": (groups or {}).get(client, ""), **scores})
+    seen: dict[str, list[Candidates]] = {}
+    taught: dict[tuple[str, str], tuple[Teacher, list[list[State]]]] = {}
+    for view, client in run.each([(view, client) for view in views for client in clients]):
+        if view.name not in seen:
+            seen[view.name] = [view.observe(shadow, number, reference) for shadow, number in shadows]
+        for assumption, states in view.observe(run, client, reference).items():
+            key = (view.name, assumption)
+            if key not in taught:
+                taught[key] = _teach(shadows, seen[view.name], assumption, data, federation, run.module.seed)
+            teacher, models = taught[key]
+            for variant, scores in _attack(run, client, states, shadows, models, teacher, data).items():
+                how = {"view": view.name, "assumption": assumption, "variant": variant}
+                rows.append({**how, "client": client, "group": (groups or {}).get(client, ""), **scores})
     return rows
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from fl_lightning.engine import Job, settled
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import Message, State
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -52,6 +55,17 @@ class Run:
     private: dict[int, State]
     #: Private entries that were guessed, by client; made once for all views.
     guesses: dict[tuple[str, int], State] = field(default_factory=dict)
+    #: Told how many targets of how many an attack is through with.
+    watch: Callable[[int, int], None] | None = None
+
+    def each(self, targets: Sequence[T]) -> Iterator[T]:
+        """The targets of an attack, one after the other, with whoever watches kept informed."""
+        for done, target in enumerate(targets):
+            if self.watch is not None:
+                self.watch(done, len(targets))
+            yield target
+        if self.watch is not None:
+            self.watch(len(targets), len(targets))
 
     @property
     def clients(self) -> list[int]:

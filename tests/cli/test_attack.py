@@ -30,12 +30,28 @@ def test_attacks_on_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     attack = ["attack", *run, "--ckpt_path", "saved/run.ckpt"]
     main([*attack, "--attack", "membership", "--view", "outsider", "--options", options])
     shown = capsys.readouterr().out
+    assert "target 2/2  membership attack  in " in shown
     assert "# membership on FedAvg after 1 rounds" in shown
     assert "**outsider** sees one intercepted up message of the client" in shown
     (report,) = json.loads(Path("runs/attack/attack_membership.json").read_text())
     assert {row["view"] for row in report["rows"]} == {"outsider"}
-    main([*attack, "--attack=leakage", "--view", "outsider", "insider", "--options", '{"steps": 2}', "--out", "here"])
-    assert "label_acc" in capsys.readouterr().out
+    main(
+        [
+            *attack,
+            "--attack=leakage",
+            "--view",
+            "outsider",
+            "insider",
+            "--options",
+            '{"steps": 2}',
+            "--out",
+            "here",
+            "--quiet",
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert "label_acc" in shown
+    assert "target" not in shown
     assert Path("here/attack_leakage.md").exists()
     assert Path("saved/run.ckpt").read_bytes() == before
 
