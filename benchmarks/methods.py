@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "WAFFLEAvg": {"rounds": 100},
     "PFedMe": {"lr": 0.02},
 }
-#: Methods that train all clients in every round: fewer clients for these.
 METHODS = {name: kind for name, kind in vars(methods).items() if isinstance(kind, type)}
 
 
@@ -48,13 +48,13 @@ def main() -> None:
     parser.add_argument("--output")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = {}
+    kept = Path(args.output) if args.output else None
+    results = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     for name in args.only:
         results[name] = measure(of_method(maker(name)), args.repeats)
         print(f"{name:<14} {results[name]['ratio']:.2f} {results[name]['engine']}", flush=True)
-    if args.output:
-        with open(args.output, "w") as file:
-            json.dump(results, file, indent=1)
+        if kept is not None:  # what other calls measured stays
+            kept.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -89,12 +89,11 @@ def measure(workload: Workload, repeats: int, **options: Any) -> dict[str, Any]:
         data = workload.data()
         x, clocks, plain = features(data.federation), [], []
         for repeat in range(repeats):
-            method = seeded(workload.method)
+            clock, method = federated(workload, data, options)
+            clocks.append(clock)
             began = time.perf_counter()
             steps = workload.loop(method, data.federation, x, data.cohort(repeat))
             plain.append(steps / (time.perf_counter() - began))
-            clock, method = federated(workload, data, options)
-            clocks.append(clock)
     ratios = [clock.speed / speed for clock, speed in zip(clocks, plain, strict=True)]
     return {
         "ratio": round(statistics.median(ratios), 3),
