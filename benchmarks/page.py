@@ -12,7 +12,7 @@ PAGE = HERE.parent / "docs" / "performance.md"
 NAMES = {
     "mnist-mlp": "MNIST perceptron, 10 of 100 clients, E = 5, B = 10",
     "waffle-mlp": "WAFFLe on it, against a plain loop of the same",
-    "fmnist-cnn": "Fashion-MNIST network, same clients",
+    "fmnist-cnn": "Fashion-MNIST network, same clients, E = 3",
     "lenet5": "LeNet-5, E = 5, B = 32",
     "resnet18": "ResNet-18, B = 32, 2 of 4 clients",
 }
