@@ -176,6 +176,8 @@ class AttackCallback(FederatedCallback):
         self.reports[rounds] = report
         for logger in trainer.loggers:
             logger.log_metrics(report.scalars(), step=rounds)
+        # Lightning logs nothing after the last round; dashboard and record look here.
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in report.scalars().items()})
         self._write(trainer, report)
 
     def _write(self, trainer: Trainer, report: Report) -> None:

@@ -15,7 +15,7 @@ PAGES: dict[str, re.Pattern[str]] = {
     "Accuracy": re.compile(r"(train|val|test)/(global_)?(acc|loss)"),
     "Fairness": re.compile(r"(val|test)/|fairness/"),
     "Privacy": re.compile(r"(privacy|attack|membership|inversion|leakage|dp|defence)s?[/_]|(.*[/_])?epsilon"),
-    "Communication": re.compile(r"(comm|clients|ledger|speed)/"),
+    "Communication": re.compile(r"(comm|clients|ledger|speed|time)/"),
     "Method": re.compile(r""),
 }
 #: Numbers that Lightning adds and nobody wants a chart of.
@@ -89,8 +89,9 @@ Chart(title='agents: weight', tags=('agents/weight_[0-9]+$',), band=False)]
 def _chart(tag: str) -> Chart:
     """The chart of a name that is not known: one for all layers, one for all numbered clients or clusters."""
     first, *middle, last = tag.split("/") if "/" in tag else ("other", tag)
-    numbered = re.fullmatch(r"(.*?[_-]?)\d+", last)
-    if numbered and (numbered[1] or middle):
+    # A number of its own, or after a dash: weight/3, weight_3; but f1 and fc1 are names.
+    numbered = re.fullmatch(r"()\d+" if middle else r"(.*[_-])\d+", last)
+    if numbered:
         stem = "/".join([*([first] if "/" in tag else []), *middle, numbered[1]])
         title = ": ".join(filter(None, [first, "/".join([*middle, numbered[1].rstrip("_-")]).strip("/")]))
         return Chart(title, (f"{stem}[0-9]+$",))

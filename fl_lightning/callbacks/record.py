@@ -113,7 +113,16 @@ class RunRecord(Callback):
             self._write(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the file."""
+        """Note what came after the last round, such as attacks, and write the file."""
+        last = max(trainer.current_epoch - 1, 0)
+        for name, value in trainer.callback_metrics.items():
+            rounds, values = self.curves.setdefault(name, ([], []))
+            if rounds and rounds[-1] == last:
+                values[-1] = float(value)
+            elif not rounds and math.isfinite(float(value)):
+                rounds.append(last)
+                values.append(float(value))
+        self.curves = {name: curve for name, curve in self.curves.items() if curve[0]}
         self._write(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

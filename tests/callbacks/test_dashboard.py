@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,9 +12,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 
 from fl_lightning import pictures
-from fl_lightning.callbacks import Dashboard, FactorsCallback, FairnessCallback
+from fl_lightning.callbacks import Dashboard, FactorsCallback, FairnessCallback, MembershipInferenceCallback, RunRecord
 from fl_lightning.callbacks.dashboard import SKETCH, _sketched
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, Local, WAFFLe
@@ -67,6 +70,23 @@ def test_pages_are_filled_by_the_callbacks_that_are_on(board: Board) -> None:
     assert {"gap between majority and minority", "variance over clients (percent squared)"} <= set(pages["Fairness"])
     assert {"factors: active", "agents: weight"} <= set(pages["Method"])
     assert len(accuracy) == len(set(accuracy)), "two runs share their charts"
+
+
+def test_an_attack_after_the_last_round_fills_the_privacy_page_and_the_record(tmp_path: Path) -> None:
+    attack = MembershipInferenceCallback(shadows=1, clients=1, views=["outsider"])
+    run(tmp_path, FedAvg(mlp(), lr=0.1, batch_size=8, engine="stacked"), Dashboard(), RunRecord(), attack)
+    events = EventAccumulator(str(tmp_path / "FedAvg"))
+    events.Reload()
+    (tag,) = (tag for tag in events.Tags()["tensors"] if "custom_scalars" in tag)
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(events.Tensors(tag)[-1].tensor_proto.string_val[0])
+    pages = {page.title: [chart.title for chart in page.chart] for page in layout.category}
+    assert "membership: auroc" in pages["Privacy"]
+    curve = json.loads((tmp_path / "FedAvg" / "run.json").read_text())["curves"]["membership/outsider/auroc"]
+    assert attack.report is not None
+    strongest = attack.report.strongest(view="outsider")
+    assert strongest is not None
+    assert curve == {"rounds": [1], "values": [pytest.approx(strongest["auroc"], abs=1e-6)]}
 
 
 def test_every_chart_finds_its_numbers(board: Board) -> None:

@@ -35,7 +35,8 @@ def test_page(tag: str, page: str) -> None:
 def test_every_number_is_in_exactly_one_chart() -> None:
     tags = ["val/acc", "val/global_acc", "val/acc_low", "val/acc_median", "val/acc_high", "val/gap", "epoch"]
     tags += ["factors/fc1/active", "factors/fc2/active", "factors/kl_b", "agents/weight_0", "agents/weight_11"]
-    tags += ["clusters/size/0", "clusters/size/1", "mask", "layer3/share", "comm/up_bytes"]
+    tags += ["clusters/size/0", "clusters/size/1", "mask", "layer3/share", "comm/up_bytes", "personal/fc1"]
+    tags += ["membership/outsider/f1", "membership/insider/f1", "membership/insider/tpr_at_1"]
     pages = charts(tags)
     assert list(pages) == [page for page in PAGES if page in pages]
     found = [
@@ -47,7 +48,8 @@ def test_every_number_is_in_exactly_one_chart() -> None:
     assert sorted(found) == sorted(set(tags) - {"epoch"})
     titles = [chart.title for chart in pages["Method"]]
     expected = ["factors: active", "factors: kl_b", "agents: weight", "clusters: size", "mask", "layer3: share"]
-    assert titles == expected
+    assert titles == [*expected, "personal: fc1"]
+    assert [chart.title for chart in pages["Privacy"]] == ["membership: f1", "membership: tpr_at_1"]
 
 
 def test_a_band_needs_all_three_of_its_lines() -> None:
