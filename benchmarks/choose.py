@@ -1,6 +1,7 @@
-"""Choose a setting of WAFFLe on data that is held out of the clients' training sets; no test set is looked at.
+"""Choose a setting of WAFFLe or its L1 variant on data held out of the clients' training sets; no test set is used.
 
     python benchmarks/choose.py --data MNIST --partition multimodal --option vi_lr_mult 30 100 300 1000 3000
+    python benchmarks/choose.py --method WAFFLeL1 --option score_lr_mult 1 10 100
 
 Prints, for every value, the mean validation accuracy over clients after the last round and its mean over the last five.
 """
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
+from fl_lightning import methods
 from fl_lightning.datamodules import CIFAR10, MNIST, FashionMNIST, FederatedDataModule, Multimodal, Unimodal
-from fl_lightning.methods import WAFFLe
 from fl_lightning.nets import MLP, CNNCifar, CNNFashion
 
 #: Data, preset of the modes, net, factors and learning rate of the papers.
@@ -41,12 +42,12 @@ def held_out(data: str, partition: str, root: str | None, seed: int) -> Federate
     return module
 
 
-def run(data: str, partition: str, root: str | None, seed: int, rounds: int, options: dict[str, Any]) -> list[float]:
-    *_, net, factors, lr = SETTINGS[data]
-    seed_everything(seed, verbose=False)
+def run(args: argparse.Namespace, options: dict[str, Any]) -> list[float]:
+    *_, net, factors, lr = SETTINGS[args.data]
+    seed_everything(args.seed, verbose=False)
     curve = Curve()
     trainer = Trainer(
-        max_epochs=rounds,
+        max_epochs=args.rounds,
         accelerator="cpu",
         logger=False,
         callbacks=[curve],
@@ -55,13 +56,14 @@ def run(data: str, partition: str, root: str | None, seed: int, rounds: int, opt
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    method = WAFFLe(net(), factors, lr=lr, epochs=5, batch_size=10, **options)
-    trainer.fit(method, held_out(data, partition, root, seed))
+    method = getattr(methods, args.method)(net(), factors, lr=lr, epochs=5, batch_size=10, **options)
+    trainer.fit(method, held_out(args.data, args.partition, args.root, args.seed))
     return curve.accuracies
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=["WAFFLe", "WAFFLeL1"], default="WAFFLe")
     parser.add_argument("--data", choices=SETTINGS, default="MNIST")
     parser.add_argument("--partition", choices=["unimodal", "multimodal"], default="multimodal")
     parser.add_argument("--root", help="folder that holds the data")
@@ -77,7 +79,7 @@ def main() -> None:
             options = {name: ast.literal_eval(value)}
         except (ValueError, SyntaxError):
             options = {name: value}
-        accuracies = run(args.data, args.partition, args.root, args.seed, args.rounds, options)
+        accuracies = run(args, options)
         last = accuracies[-5:]
         print(f"{value:>20}  {100 * accuracies[-1]:6.2f}  {100 * sum(last) / len(last):6.2f}", flush=True)
 

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.cli import figures
-from fl_lightning.cli.cells import cached, folder_of, progress_of, run_cell
+from fl_lightning.cli.cells import folder_of, progress_of, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
+from fl_lightning.cli.records import Records
 from fl_lightning.cli.results import figure, write_page
 from fl_lightning.cli.tables import (
     Cell,
@@ -50,9 +51,11 @@ def build_parser() -> FederatedArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], help="conditions such as dataset=mnist method=fedavg,fedprox")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--runs", default="runs/reproduce", help="folder of finished and unfinished runs")
-    parser.add_argument("--results", default="results", help="folder for TABLE.json")
+    parser.add_argument(
+        "--results", default="results", help="folder for TABLE.json and runs/, the records of finished runs"
+    )
     parser.add_argument("--docs", default="docs", help="folder for results.md")
-    parser.add_argument("--cached", action="store_true", help="run nothing, use the runs that are finished")
+    parser.add_argument("--cached", action="store_true", help="run nothing, use the runs that are finished or recorded")
     parser.add_argument("--quiet", action="store_true", help="show no progress and print no table")
     parser.add_argument("--show", action="store_true", help="print the runs' configurations and stop")
     return parser
@@ -70,16 +73,19 @@ def main(argv: list[str]) -> None:
     if options.show:
         print(yaml.safe_dump_all(runs.values(), sort_keys=False))
         return
-    console, root = Console(quiet=options.quiet), Path(options.runs)
+    console, records = Console(quiet=options.quiet), Records(Path(options.runs), Path(options.results) / "runs")
     if not options.cached:
-        _run_all(console, root, runs, options.seeds, options.jobs)
-    rows = [{**cell, "measured": measure(root, cell, options.seeds, options.rounds)} for cell in cells]
+        _run_all(console, records, runs, options.seeds, options.jobs)
+    for config in runs.values():
+        for seed in options.seeds:
+            records.keep(config, seed)
+    rows = [{**cell, "measured": measure(records, cell, options.seeds, options.rounds)} for cell in cells]
     rows = [row for row in rows if row["measured"] is not None]
     if not rows:
         raise FederationError("None of these cells has a finished run: leave --cached out to run them.")
     console.print(render(options.table, rows))
     written = write_results(Path(options.results), options.table, rows)
-    draw(root, options.table, cells, options.seeds, options.rounds, Path(options.docs) / "pictures")
+    draw(records, options.table, cells, options.seeds, options.rounds, Path(options.docs) / "pictures")
     write_page(Path(options.results), Path(options.docs))
     console.print(f"wrote {written} and {Path(options.docs) / 'results.md'}")
 
@@ -104,9 +110,13 @@ def _runs(cells: list[Cell], rounds: int | None) -> dict[str, Config]:
     return {config_hash(config): config for config in (_config(cell, rounds) for cell in asked)}
 
 
-def _run_all(console: Console, root: Path, runs: dict[str, Config], seeds: list[int], jobs: int) -> None:
-    todo = [(config, seed) for seed in seeds for config in runs.values() if cached(root, config, seed) is None]
-    console.print(f"{len(runs) * len(seeds)} runs, {len(todo)} of them to do, {jobs} at a time")
+def _run_all(console: Console, records: Records, runs: dict[str, Config], seeds: list[int], jobs: int) -> None:
+    asked = [(config, seed) for seed in seeds for config in runs.values()]
+    todo = [run for run in asked if records.result(*run) is None]
+    old = sum(records.is_only_recorded(*run) for run in asked)
+    known = f" ({old} taken from {records.folder}: with another --results they run again)" if old else ""
+    console.print(f"{len(asked)} runs, {len(todo)} of them to do, {jobs} at a time{known}")
+    root = records.runs
     # Spawned, not forked: every run starts from a clean process, with threads of its own.
     context = multiprocessing.get_context("spawn")
     view = View("run", len(todo), quiet=console.quiet or not todo, console=console)
@@ -133,16 +143,16 @@ def _name(config: Config, seed: int) -> str:
     return f"{method} {data} {config_hash(config)} seed {seed}"
 
 
-def measure(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> Measured | None:
+def measure(records: Records, cell: Cell, seeds: list[int], rounds: int | None) -> Measured | None:
     """What the finished runs of a cell came to; None if there is none."""
     config, other = _config(cell, rounds), beside(cell)
-    found = {seed: result for seed in seeds if (result := cached(root, config, seed)) is not None}
+    found = {seed: result for seed in seeds if (result := records.result(config, seed)) is not None}
     if other is None:
         metric = run_metric(cell)
         found = {seed: result for seed, result in found.items() if metric in result["metrics"]}
         values = [result["metrics"][metric] for result in found.values()]
     else:
-        base = {seed: cached(root, _config(other, rounds), seed) for seed in found}
+        base = {seed: records.result(_config(other, rounds), seed) for seed in found}
         found = {seed: result for seed, result in found.items() if base[seed] is not None}
         values = [found[s]["metrics"][other["metric"]] - base[s]["metrics"][other["metric"]] for s in found]  # type: ignore[index]
     if not values:
@@ -187,7 +197,7 @@ def cells_of(row: Cell) -> Iterator[str]:
     yield f"{measured['scale']}, {len(measured['seeds'])} seed{'s' * (len(measured['seeds']) > 1)}"
 
 
-def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
+def draw(records: Records, name: str, cells: list[Cell], seeds: list[int], rounds: int | None, folder: Path) -> None:
     """Pictures of finished runs of a table, one set for each data set, partition and net of the cells."""
     groups: dict[tuple[str, ...], dict[str, list[dict[str, Any]]]] = {}
     images: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -198,15 +208,15 @@ def draw(root: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int
     asked = {_about(cell, nets): run_metric(cell) == "best_acc" for cell in reversed(cells)}
     for cell in [cell for cell in table(name) if cell["metric"] != "parameters" and _about(cell, nets) in asked]:
         plain = not any(key in cell for key in ("E", "F", "l1_weight", *varied))
-        results = _finished(root, cell, seeds, rounds)
+        results = _finished(records, cell, seeds, rounds)
         if plain and results:
             groups.setdefault(_about(cell, nets), {})[line_name(cell)] = results
-            saved = folder_of(root, _config(cell, rounds), seeds[0]) / "inversion.pt"
+            saved = folder_of(records.runs, _config(cell, rounds), seeds[0]) / "inversion.pt"
             if saved.exists():
                 images.setdefault(_about(cell, nets), {})[line_name(cell)] = torch.load(saved, weights_only=True)
     folder.mkdir(parents=True, exist_ok=True)
     for study in studies(name):
-        draw_study(root, name, study, seeds, rounds, folder)
+        draw_study(records, name, study, seeds, rounds, folder)
     for about, runs in groups.items():
         stem = f"results-{'-'.join([name.replace('/', '-'), *about])}".replace("*", "-star")
         title = ", ".join(about)
@@ -238,12 +248,12 @@ def _about(cell: Cell, nets: dict[tuple[str, str], set[str | None]]) -> tuple[st
 
 
 def draw_study(
-    root: Path, name: str, study: dict[str, str], seeds: list[int], rounds: int | None, folder: Path
+    records: Records, name: str, study: dict[str, str], seeds: list[int], rounds: int | None, folder: Path
 ) -> None:
     """Final accuracy over the key that a study varies, one line for each value of another."""
     lines: dict[str, dict[Any, list[dict[str, Any]]]] = {}
     for cell in table(name):
-        results = _finished(root, cell, seeds, rounds)
+        results = _finished(records, cell, seeds, rounds)
         if study["x"] in cell and results:
             lines.setdefault(str(cell[study["line"]]), {})[cell[study["x"]]] = results
     if lines:
@@ -251,9 +261,9 @@ def draw_study(
         figures.study(lines, path, name, study["x"], accuracy_of(name))
 
 
-def _finished(root: Path, cell: Cell, seeds: list[int], rounds: int | None) -> list[dict[str, Any]]:
+def _finished(records: Records, cell: Cell, seeds: list[int], rounds: int | None) -> list[dict[str, Any]]:
     """Results of a cell's finished runs."""
-    return [found for seed in seeds if (found := cached(root, _config(cell, rounds), seed)) is not None]
+    return [found for seed in seeds if (found := records.result(_config(cell, rounds), seed)) is not None]
 
 
 def write_results(folder: Path, name: str, rows: list[Cell]) -> Path:

@@ -12,6 +12,7 @@ import yaml
 from fl_lightning.cli import cells, figures, main, reproduce
 from fl_lightning.cli import tables as tables_module
 from fl_lightning.cli.lightning import FederatedCLI
+from fl_lightning.cli.records import Records
 from fl_lightning.cli.tables import config_hash, config_of, select, table, tables
 from fl_lightning.errors import FederationError
 
@@ -183,6 +184,36 @@ def test_the_command_writes_results_and_page(
     assert len(json.loads(Path("results/waffle_factor_journal_table2.json").read_text())) == 2  # the first stays
 
 
+def test_tables_outlive_their_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**TINY, "trainer": {"max_epochs": 2}}
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(config)))
+    first = cells.run_cell(tmp_path / "one", config, seed=0)
+    command = ["reproduce", "waffle_factor_journal/table2", "--only", "dataset=mnist", "method=fedavg"]
+    main([*command, "--cached", "--runs", str(tmp_path / "one")])
+    kept = json.loads(Path(f"results/runs/{config_hash(config)}-seed0.json").read_text())
+    assert kept == {"config": config, "seed": 0, "result": first}
+
+    # Elsewhere another seed is run, and the record of the first is enough to add it to the table.
+    second = cells.run_cell(tmp_path / "two", config, seed=1)
+    main([*command, "--seeds", "0", "1", "--runs", str(tmp_path / "two")])
+    said = "2 runs, 0 of them to do, 1 at a time (1 taken from results/runs: with another --results they run again)"
+    assert said in " ".join(capsys.readouterr().out.split())
+    row, *_ = json.loads(Path("results/waffle_factor_journal_table2.json").read_text())
+    both = [result["metrics"]["local_test_acc"] for result in (first, second) if row["metric"] == "local_test_acc"]
+    assert row["measured"]["seeds"] == [0, 1]
+    assert not both or row["measured"]["mean"] == pytest.approx(sum(both) / 2, abs=1e-3)
+
+    # A record that is damaged counts as none; a run that is there replaces its record.
+    Path(f"results/runs/{config_hash(config)}-seed0.json").write_text("{")
+    records = Records(tmp_path / "two", Path("results/runs"))
+    assert records.result(config, 0) is None
+    assert records.result(config, 1) == second
+    Records(tmp_path / "one", Path("results/runs")).keep(config, 0)
+    assert records.result(config, 0) == first
+
+
 def test_the_settings_of_the_parameter_selection_paper_reach_the_run() -> None:
     settings = {"lr": 0.01, "epochs": 5, "batch_size": 128, "momentum": 0.9, "weight_decay": 0.0005}
     nets = {"lenet5": "LeNet5", "wide_lenet": "WideLeNet"} | {f"resnet{n}": f"ResNet{n}" for n in (20, 32, 44, 56)}
@@ -204,10 +235,11 @@ def test_the_settings_of_the_parameter_selection_paper_reach_the_run() -> None:
 def test_a_study_is_drawn_over_the_key_that_it_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     result = {"metrics": {"local_test_acc": 90.0}, "curves": {"local_test_acc": [80.0, 90.0]}, "rounds": 2}
-    monkeypatch.setattr(reproduce, "cached", lambda root, config, seed: result if seed < 2 else None)
+    monkeypatch.setattr(Records, "result", lambda self, config, seed: result if seed < 2 else None)
+    records = Records(tmp_path, tmp_path)
     kept = figures.study
     monkeypatch.setattr(figures, "study", lambda *args: (drawn.append(args), kept(*args)))
-    reproduce.draw(tmp_path, "fedbps/table2", table("fedbps/table2"), [0, 1, 2], None, tmp_path)
+    reproduce.draw(records, "fedbps/table2", table("fedbps/table2"), [0, 1, 2], None, tmp_path)
     ((lines, path, _, key, _),) = drawn
     assert key == "p"
     assert lines.keys() == {"mnist", "fmnist", "cifar10"}
@@ -215,14 +247,14 @@ def test_a_study_is_drawn_over_the_key_that_it_varies(tmp_path: Path, monkeypatc
     assert all(len(results) == 2 for results in lines["mnist"].values())
     assert path.stat().st_size > 5000
     assert [p.name for p in tmp_path.glob("*.png")] == ["results-fedbps-table2-by-p.png"]
-    reproduce.draw(tmp_path, "fedbps/table1", table("fedbps/table1"), [0], None, tmp_path)
+    reproduce.draw(records, "fedbps/table1", table("fedbps/table1"), [0], None, tmp_path)
     assert len(list(tmp_path.glob("results-fedbps-table1-*.png"))) == 3
 
 
 def test_fewer_rounds_are_said_to_be_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(TINY)))
     cells.run_cell(tmp_path, {**TINY, "trainer": {"max_epochs": 1}}, seed=0)
-    measured = reproduce.measure(tmp_path, {"metric": "local_test_acc"}, [0, 5], rounds=1)
+    measured = reproduce.measure(Records(tmp_path, tmp_path), {"metric": "local_test_acc"}, [0, 5], rounds=1)
     assert measured is not None
     assert (measured["scale"], measured["seeds"], measured["std"]) == ("1 of 13 rounds", [0], None)
 
@@ -288,10 +320,11 @@ def test_pictures_by_round_and_by_time(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(GLOBAL)))
     monkeypatch.setattr(reproduce, "table", lambda name: rows)
     cells.run_cell(tmp_path / "runs", GLOBAL, 0)
-    reproduce.draw(tmp_path / "runs", "feddaf/table1", rows, [0], None, tmp_path)
+    records = Records(tmp_path / "runs", tmp_path / "records")
+    reproduce.draw(records, "feddaf/table1", rows, [0], None, tmp_path)
     expected = {f"results-feddaf-table1-digits-eta-{m}{k}.png" for m in "ab" for k in ("", "-loss", "-time")}
     assert {path.name for path in tmp_path.glob("*.png")} == expected
-    measured = reproduce.measure(tmp_path / "runs", rows[0], [0], None)
+    measured = reproduce.measure(records, rows[0], [0], None)
     assert measured is not None
     assert "mean_of_last_5_rounds" in measured
 
