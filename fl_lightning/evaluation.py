@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ SAMPLES, SAMPLES_CONVOLVED = 512, 128
 #: Personal models stacked in one forward pass, and samples of all of them together.
 MODELS, STACKED_SAMPLES = 20, 2048
 #: Bytes of normalised inputs that are kept from one evaluation to the next.
-KEPT = 2**26
+KEPT = 2**27
 
 ClientOutput = tuple[int, Tensor, Tensor]
 
@@ -99,12 +98,13 @@ class Evaluator:
     def outputs(self, module: FederatedModule, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
         """(client, logits, labels) of each client's samples with the model it is evaluated with."""
         module.prepare_evaluation(clients)
-        ordered = sorted(clients, key=module.model_key)
-        groups = [(key, list(group)) for key, group in groupby(ordered, key=module.model_key)]
-        for _, group in groups:
+        groups: dict[int, list[int]] = {}
+        for client in clients:
+            groups.setdefault(module.model_key(client), []).append(client)
+        for group in groups.values():
             if len(group) > 1:
                 yield from self._one_model(module, group, split)
-        alone = [group[0] for _, group in groups if len(group) == 1]
+        alone = [group[0] for group in groups.values() if len(group) == 1]
         for start in range(0, len(alone), MODELS):
             yield from self._many_models(module, alone[start : start + MODELS], split)
 
@@ -145,8 +145,9 @@ class Evaluator:
         assert federation.global_test is not None
         index, state = federation.global_test, fast_copy(state)
         correct = torch.zeros((), dtype=torch.float64, device=federation.device)
-        for part in torch.split(index, _samples(state)):
-            logits = _forward(module, state, federation, federation.inputs[part])
+        samples, ready = _samples(state), self._ready(module, federation, index, ("global",))
+        for part, x in zip(torch.split(index, samples), ready(samples), strict=True):
+            logits = module.call(state, x, training=False)[0]
             correct += (logits.argmax(1) == federation.targets[part]).sum()
         return correct / len(index)
 
@@ -182,10 +183,6 @@ def mean_loss(module: FederatedModule, state: State, client: int, split: Split =
         x, y = federation.gather([client], part[None], module.compute_dtype)
         total += module.batch_loss(state, x[0], y[0], training=False)[0].double() * len(part)
     return total / len(index)
-
-
-def _forward(module: FederatedModule, state: State, federation: Federation, raw: Tensor) -> Tensor:
-    return module.call(state, federation.features(raw, module.compute_dtype), training=False)[0]
 
 
 def _samples(state: State) -> int:

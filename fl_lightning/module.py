@@ -139,6 +139,10 @@ class FederatedModule(LightningModule):
         """The moves made on every minibatch; by default one SGD step on ``client_loss``."""
         return [self.descend]
 
+    def opening(self, phase: Phase) -> Sequence[Move]:
+        """The moves made on a client's first minibatch of a phase instead; by default it is like the others."""
+        return ()
+
     def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
         """One SGD step on ``client_loss``."""
         grads, loss, buffers = gradient(lambda s: self.client_loss(s, batch), state, phase.trainable)

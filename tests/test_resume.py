@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,23 @@ def run(method: FederatedModule, folder: Path, *callbacks: Callback, ckpt_path: 
 
 
 def stopped(method: FederatedModule, folder: Path, *callbacks: Callback) -> None:
-    """Run in a forked child, which may die in any way."""
+    """Run in a forked child, which may die in any way; what it says at its end is in the folder's ``stderr``."""
+    folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
-        try:
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where Ctrl-C is ignored
-            run(method, folder, *callbacks)
-        finally:
-            os._exit(0)
+        with open(folder / "stderr", "w") as said:
+            try:
+                sys.stdout = sys.stderr = said
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where Ctrl-C is ignored
+                run(method, folder, *callbacks)
+            except BaseException:
+                traceback.print_exc(file=said)
+            finally:
+                said.flush()
+                os._exit(0)
     os.waitpid(pid, 0)
+    saved = [path.name for path in folder.iterdir()]
+    assert any(name.endswith(".ckpt") for name in saved), (folder / "stderr").read_text()
 
 
 def state_of(method: FederatedModule) -> dict[str, torch.Tensor]:

@@ -102,13 +102,14 @@ def moves(method: FederatedModule, federation: Federation, jobs: Sequence[Job]) 
         velocity = {name: torch.zeros_like(value) for name, value in state.items()}
         numbers = scalars(torch.tensor(schedule.size), 0, method.compute_dtype)
         for phase in method.phases():
+            (opening, others), begun = moves_of(method, phase), steps
             for _ in range(phase.epochs):
                 parts = torch.split(schedule.order(), method.local.batch_size)
                 noise, _ = epoch_noise(method, schedule, len(parts), federation.inputs[:1])
                 for step, part in enumerate(parts):
                     x, y = federation.gather([job.client], part[None], method.compute_dtype)
                     batch = Batch(x[0], y[0], {name: value[step] for name, value in noise.items()}, numbers)
-                    for move in moves_of(method, phase):
+                    for move in opening if steps == begun else others:
                         _apply(method.local, move(state, batch, phase, eager_gradient), state, velocity)
                     steps += 1
     return steps

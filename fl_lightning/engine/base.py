@@ -74,7 +74,9 @@ def steps_left(phase: Phase, taken: int, max_steps: int | None) -> int:
     return min(bounds)
 
 
-def moves_of(method: LocalMethod, phase: Phase) -> list[Move]:
-    """The phase's moves, with the clipping that the local training asks for."""
+def moves_of(method: LocalMethod, phase: Phase) -> tuple[list[Move], list[Move]]:
+    """The moves of a phase's first minibatch and of the others, with the clipping that the local training asks for."""
     clip = method.local.clip_norm
-    return [move if clip is None else clipped(move, clip) for move in method.moves(phase)]
+    moves = method.moves(phase)
+    known = {move: move if clip is None else clipped(move, clip) for move in (*moves, *method.opening(phase))}
+    return [known[move] for move in method.opening(phase) or moves], [known[move] for move in moves]

@@ -86,7 +86,11 @@ class Trace:
 
         graph = make_fx(flat, tracing_mode="fake")(*state.values(), *_leaves(batch))
         self.names = names
-        self.lean: Lean = lean(graph, len(state), frozenset(range(1, 1 + len(names[0]))))
+        number = {name: i for i, name in enumerate(state)}
+        grads, replaced, added = names
+        outputs = list(enumerate((*grads, *replaced, *added), start=1))
+        changes = {i: number[name] for i, name in outputs if not 0 <= i - 1 - len(grads) < len(replaced)}
+        self.lean: Lean = lean(graph, len(state), changes, [number[name] for name in replaced])
 
 
 class _Bound:

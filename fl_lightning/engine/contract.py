@@ -84,14 +84,28 @@ class Batch(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A stack of gradients that are matrix products, not multiplied out: shapes (K, m, n) and (K, n, p).
+    """A stack of changes that are matrix products, not multiplied out, and what is to be added to them.
 
-    Only engines make them: the local SGD multiplies them straight into the weights, which spares writing the gradient
-    and reading it again.
+    It stands for ``scale * left @ right + own * entry + sum(factor * tensor)`` where ``entry`` is what it is a change
+    of. Only engines make them: the local SGD multiplies them straight into the weights, which spares writing gradients
+    and reading them again.
     """
 
     left: Tensor
+    """Shape (K, m, n)."""
     right: Tensor
+    """Shape (K, n, p)."""
+    scale: float = 1.0
+    own: float = 0.0
+    rest: Sequence[tuple[float, Tensor]] = ()
+
+    def add_to(self, entry: Tensor, alpha: float, beta: float = 1.0, own: bool = True) -> None:
+        """``entry = beta * entry + alpha * product``, in place; ``own`` false says that ``entry`` is not its entry."""
+        if own:
+            beta += alpha * self.own
+        entry.baddbmm_(self.left, self.right, beta=beta, alpha=alpha * self.scale)
+        for factor, tensor in self.rest:
+            entry.add_(tensor, alpha=alpha * factor)
 
 
 class Update(NamedTuple):
@@ -127,6 +141,10 @@ class LocalMethod(Protocol):
 
     def moves(self, phase: Phase) -> Sequence[Move]:
         """The moves made on every minibatch of a phase, one after the other."""
+        ...
+
+    def opening(self, phase: Phase) -> Sequence[Move]:
+        """The moves made on a client's first minibatch of a phase instead; none if that one is like the others."""
         ...
 
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:

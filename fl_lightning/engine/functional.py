@@ -14,8 +14,8 @@ from fl_lightning.wire import State
 
 def entries(net: nn.Module) -> State:
     """A net's parameters and persistent buffers by name; weights that are tied are named once."""
-    kept = net.state_dict(keep_vars=True)
-    buffers = {name: value for name, value in net.named_buffers() if name in kept}
+    passing = {id(m._buffers[key]) for m in net.modules() for key in m._non_persistent_buffers_set}
+    buffers = {name: value for name, value in net.named_buffers() if id(value) not in passing}
     return {**dict(net.named_parameters()), **buffers}
 
 

@@ -6,7 +6,7 @@ changes, or write a gradient that is read once and thrown away. On nets of a few
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,32 +30,45 @@ CONSTANTS = {
 }  # fmt: skip
 
 
+class Numbers(NamedTuple):
+    """The numbers of a :class:`Product`, whose tensors a step returns: two sides, and the rest."""
+
+    scale: float
+    own: float
+    rest: tuple[float, ...]
+
+
 class Lean(NamedTuple):
     """A captured step in two parts.
 
     ``bind(*state)`` does what depends on the state's memory alone and stays true when the state changes in place: views
     and constants. ``run(*bound, *state, *batch)`` does the rest and returns the step's outputs, the products among them
-    as two tensors each.
+    as several tensors each.
     """
 
     bind: Callable[..., Sequence[Tensor]]
     run: Callable[..., Sequence[Tensor]]
-    products: frozenset[int]
+    products: dict[int, Numbers]
 
     def outputs(self, returned: Sequence[Tensor]) -> list[Tensor | Product]:
         """The step's outputs, with products put together."""
         left = iter(returned)
-        count = len(returned) - len(self.products)
-        return [Product(next(left), next(left)) if i in self.products else next(left) for i in range(count)]
+        count = len(returned) - sum(1 + len(numbers.rest) for numbers in self.products.values())
+        return [self._product(self.products[i], left) if i in self.products else next(left) for i in range(count)]
+
+    def _product(self, numbers: Numbers, left: Iterator[Tensor]) -> Product:
+        sides = next(left), next(left)
+        return Product(*sides, numbers.scale, numbers.own, [(factor, next(left)) for factor in numbers.rest])
 
 
-def lean(module: fx.GraphModule, states: int, grads: frozenset[int]) -> Lean:
+def lean(module: fx.GraphModule, states: int, changes: Mapping[int, int], written: Iterable[int] = ()) -> Lean:
     """Make a captured graph lean.
 
     Args:
         module: the operations; changed in place. Its first inputs are the state, the others the batch.
         states: how many inputs are the state.
-        grads: which outputs are gradients, that may be left as products.
+        changes: which outputs are added to an input, by its number, and may be left as products.
+        written: numbers of the inputs that are written to once the step is over, beside those.
     """
     graph = module.graph
     graph.eliminate_dead_code()
@@ -65,7 +78,7 @@ def lean(module: fx.GraphModule, states: int, grads: frozenset[int]) -> Lean:
         _merge_equal(graph)
     graph.eliminate_dead_code()
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    products = _leave_products(graph, set(inputs[:states]), grads)
+    products = _leave_products(graph, inputs, states, changes, {*written, *changes.values()})
     graph.eliminate_dead_code()
     bind, run = _split(module, inputs, states, pure)
     return Lean(bind, run, products)
@@ -125,42 +138,138 @@ def _frozen(value: Any) -> Any:
     return (type(value), value)
 
 
-def _leave_products(graph: fx.Graph, state: set[fx.Node], grads: frozenset[int]) -> frozenset[int]:
-    """Let gradients that are products be returned as their two sides."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    returned: list[Any] = []
-    products = set()
-    for i, node in enumerate(output.args[0]):
-        sides = _sides(graph, output, node, state) if i in grads else None
-        if sides is None:
-            returned.append(node)
-        else:
-            products.add(i)
-            returned += sides
-    output.args = (returned,)
-    return frozenset(products)
+class _Sum:
+    """An output as a sum of nodes with factors, one of them a product of two sides.
 
+    Args:
+        entry: the input to which it is added.
+        look: how the output looks; all that is added looks the same.
+        kept: whether a node holds what it holds until the step has been applied.
+    """
 
-def _sides(graph: fx.Graph, output: fx.Node, node: Any, state: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
-    """The two sides of a gradient that is nothing but a product, perhaps transposed, of tensors that stay."""
-    chain = [node, *_seen_through(node)] if isinstance(node, fx.Node) else []
-    if not chain or chain[-1].target is not aten.bmm.default:
-        return None
-    product, look = chain[-1], _look(node)
-    users_alone = all(len(link.users) == 1 for link in chain)
-    # A side that is a view of the state would change while the products are multiplied into it.
-    sides_kept = not any((_seen_through(side) or [side])[-1] in state for side in product.all_input_nodes)
-    if look is None or not users_alone or not sides_kept:
-        return None
-    left, right = product.args
-    if look == _look(product):
-        return left, right  # type: ignore[return-value]
-    value = product.meta["val"]
-    if look == (tuple(value.mT.shape), tuple(value.mT.stride()), value.storage_offset(), value.dtype):
+    def __init__(self, entry: fx.Node, look: Any, kept: Callable[[fx.Node], bool]) -> None:
+        self.entry, self.look, self.kept = entry, look, kept
+        self.product: fx.Node | None = None
+        self.flipped = False
+        self.scaled_by: list[fx.Node] = []
+        self.scale = self.own = 0.0
+        self.rest: dict[fx.Node, float] = {}
+
+    def take(self, node: Any, factor: float) -> bool:
+        """Add a node to the sum; False if the sum is not of this kind."""
+        if not isinstance(node, fx.Node) or _look(node) is None or _look(node)[0] != self.look[0]:  # type: ignore[index]
+            return False
+        if node is self.entry:
+            self.own += factor
+            return True
+        parts = _linear(node)
+        if parts is not None:
+            return all(self.take(part, factor * by) for part, by in parts)
+        if self._take_product(node, factor):
+            return True
+        if not self.kept(node):
+            return False
+        self.rest[node] = self.rest.get(node, 0.0) + factor
+        return True
+
+    def _take_product(self, node: fx.Node, factor: float) -> bool:
+        scaled_by: list[fx.Node] = []
+        while (scaled := _scaled(node)) is not None:
+            node, by = scaled
+            scaled_by.append(by)
+        chain = [node, *_seen_through(node)]
+        product = chain[-1]
+        if product.target is not aten.bmm.default or self.product is not None:
+            return False
+        look, value = _look(node), product.meta["val"]
+        flipped = look != _look(product)
+        if flipped and look != (tuple(value.mT.shape), tuple(value.mT.stride()), value.storage_offset(), value.dtype):
+            return False
+        if not all(self.kept(side) for side in product.all_input_nodes):
+            return False
+        self.product, self.scale, self.flipped, self.scaled_by = product, factor, flipped, scaled_by
+        return True
+
+    def returned(self, graph: fx.Graph, output: fx.Node) -> list[fx.Node]:
+        """What the step returns in place of the sum."""
+        assert self.product is not None
+        left, right = self.product.args
         with graph.inserting_before(output):
-            flipped = [graph.call_function(aten.transpose.int, (side, 1, 2)) for side in (right, left)]
-        return flipped[0], flipped[1]
+            if self.flipped:
+                left, right = (graph.call_function(aten.transpose.int, (side, 1, 2)) for side in (right, left))
+            for by in self.scaled_by:
+                left = graph.call_function(aten.mul.Tensor, (left, by))
+        return [left, right, *self.rest]  # type: ignore[list-item]
+
+
+def _linear(node: fx.Node) -> list[tuple[Any, float]] | None:
+    """What a node adds up, with factors, if that is what it does."""
+    args, alpha = node.args, node.kwargs.get("alpha", 1)
+    if node.target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(alpha, int | float):
+        sign = 1.0 if node.target is aten.add.Tensor else -1.0
+        return [(args[0], 1.0), (args[1], sign * alpha)]
+    if node.target is aten.mul.Tensor and isinstance(args[1], int | float):
+        return [(args[0], float(args[1]))]
+    if node.target is aten.div.Tensor and isinstance(args[1], int | float):
+        return [(args[0], 1.0 / args[1])]
+    if node.target is aten.neg.default:
+        return [(args[0], -1.0)]
     return None
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """A stack of matrices and the stack of numbers that it is multiplied by, if a node does that."""
+    if node.target is not aten.mul.Tensor or not all(isinstance(arg, fx.Node) for arg in node.args):
+        return None
+    for matrices, numbers in (node.args, node.args[::-1]):
+        shape = numbers.meta["val"].shape  # type: ignore[union-attr]
+        if len(shape) == 3 and shape[1:] == (1, 1) and matrices.meta["val"].shape == node.meta["val"].shape:  # type: ignore[union-attr]
+            return matrices, numbers  # type: ignore[return-value]
+    return None
+
+
+def _leave_products(
+    graph: fx.Graph, inputs: list[fx.Node], states: int, changes: Mapping[int, int], written: set[int]
+) -> dict[int, Numbers]:
+    """Let outputs that are products, with something added, be returned in parts."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    results: Sequence[Any] = output.args[0]
+    will_change = {inputs[i] for i in written}
+
+    def kept(node: fx.Node) -> bool:
+        return ([node, *_seen_through(node)])[-1] not in will_change
+
+    sums: dict[int, _Sum] = {}
+    for i, number in changes.items():
+        found = _Sum(inputs[number], _look(results[i]), kept) if isinstance(results[i], fx.Node) else None
+        if found is not None and found.look is not None and found.take(results[i], 1.0) and found.product is not None:
+            sums[i] = found
+    while True:  # a product that is needed otherwise is multiplied out anyway
+        alive = _alive([node for i, node in enumerate(results) if i not in sums])
+        for found in sums.values():
+            assert found.product is not None
+            alive |= _alive([*found.product.all_input_nodes, *found.scaled_by, *found.rest])
+        needed = {i for i, found in sums.items() if found.product in alive}
+        if not needed:
+            break
+        sums = {i: found for i, found in sums.items() if i not in needed}
+    returned: list[Any] = []
+    for i, node in enumerate(results):
+        returned += sums[i].returned(graph, output) if i in sums else [node]
+    output.args = (returned,)
+    return {i: Numbers(found.scale, found.own, tuple(found.rest.values())) for i, found in sums.items()}
+
+
+def _alive(nodes: Iterable[Any]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    alive: set[fx.Node] = set()
+    left = [node for node in nodes if isinstance(node, fx.Node)]
+    while left:
+        node = left.pop()
+        if node not in alive:
+            alive.add(node)
+            left += node.all_input_nodes
+    return alive
 
 
 def _split(

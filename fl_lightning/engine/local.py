@@ -39,7 +39,10 @@ class LocalSGD:
         for name, value in update.replace.items():
             state[name].copy_(value)
         for name, value in update.add.items():
-            state[name].add_(value)
+            if isinstance(value, Product):
+                value.add_to(state[name], 1.0)
+            else:
+                state[name].add_(value)
 
     def _descend(self, grads: Mapping[str, Tensor | Product], state: State, velocity: State) -> None:
         """One step; products are multiplied straight into what they are added to."""
@@ -52,12 +55,12 @@ class LocalSGD:
                     velocity[name] = torch.zeros_like(state[name])
         for name, product in products.items():
             if momentum:
-                velocity[name].baddbmm_(*product, beta=momentum)
-                if decay:
-                    velocity[name].add_(state[name], alpha=decay)
+                product.add_to(velocity[name], 1.0, beta=momentum, own=False)
+                if decay or product.own:
+                    velocity[name].add_(state[name], alpha=decay + product.own)
                 state[name].add_(velocity[name], alpha=-lr)
             else:
-                state[name].baddbmm_(*product, beta=1 - lr * decay, alpha=-lr)
+                product.add_to(state[name], -lr, beta=1 - lr * decay)
         if not whole:
             return
         params, steps = [state[name] for name in whole], list(whole.values())

@@ -61,14 +61,14 @@ class _Client:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             for phase in self.method.phases():
-                moves = moves_of(self.method, phase)
+                opening, moves = moves_of(self.method, phase)
                 before = self.steps
                 for _ in range(epochs_of(phase, self.max_steps)):
                     left = steps_left(phase, self.steps - before, self.max_steps)
                     if left == 0:
                         break
                     for batch in self._epoch(left):
-                        self._step(phase, moves, batch)
+                        self._step(phase, opening if self.steps == before else moves, batch)
                     self.scalars["epoch"].add_(1)
         state = {name: value.contiguous() for name, value in self.state.items()}
         return Result(state, float(self.loss) / max(self.steps, 1), self.steps)

@@ -75,7 +75,7 @@ class StackedEngine(Engine):
         return [results[i] for i in range(len(jobs))]
 
     def mapped(self, move: Move, position: int, phase: Phase) -> MappedMove:
-        """A phase's move, given with its position among the moves, mapped over the clients of a stack."""
+        """A phase's move, given with the first position that it has among the moves, mapped over a stack's clients."""
 
         def mapped(part: Part, batch: Batch) -> Update:
             leaves = (*part.state.values(), batch.x, batch.y, *batch.noise.values(), *batch.scalars.values())
@@ -118,7 +118,9 @@ class _Stack:
     def train(self) -> list[Result]:
         for phase in self.method.phases():
             epochs = epochs_of(phase, self.max_steps)
-            moves = [self.engine.mapped(move, i, phase) for i, move in enumerate(moves_of(self.method, phase))]
+            opening, moves = moves_of(self.method, phase)
+            first = [StackedEngine.mapped(self.engine, move, -1, phase) for move in opening]  # seldom made
+            others = [self.engine.mapped(move, moves.index(move), phase) for move in moves]
             before = list(self.steps)
             self.parts = {}
             self._own(phase.trainable)
@@ -131,7 +133,8 @@ class _Stack:
                 if epoch == 0:
                     self._count(epochs, left)
                 for part, batch in self._epoch(done, left):
-                    self._step(moves, part, batch)
+                    begun = self.steps[part.rows.start] > before[part.rows.start]
+                    self._step(others if begun or opening == moves else first, part, batch)
                 self.scalars["epoch"][done:].add_(1)
         losses = self.loss.tolist()
         return [

@@ -82,6 +82,10 @@ class Fitting:
         """The method's."""
         return self.method.moves(phase)
 
+    def opening(self, phase: Phase) -> Sequence[Move]:
+        """The method's."""
+        return self.method.opening(phase)
+
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
         """As the method draws it."""
         return self.method.draw_noise(rng, steps)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.engine import Batch, Gradient, Phase, Update
+from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
@@ -53,20 +53,30 @@ class APFL(FederatedModule):
         """As FedAvg, with the client's own model and mixing weight."""
         return {**self._first(), **super().begin(client, message)}
 
+    def opening(self, phase: Phase) -> Sequence[Move]:
+        """On the first minibatch the mixing weight moves, too."""
+        return [self.descend_and_mix] if self.adaptive else ()
+
     def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One step of w, one of v_i, and on the first minibatch one of the mixing weight."""
+        """One step of w and one of v_i."""
+        return self._descend(state, batch, phase, gradient)[0]
+
+    def descend_and_mix(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
+        """One step of w, one of v_i and one of the mixing weight."""
+        update, at_mixed = self._descend(state, batch, phase, gradient)
+        slope = sum(((state[OWN + n] - state[n]) * at_mixed[MIXED + n]).sum() for n in phase.trainable)
+        moved = (state[ALPHA] - self.local.lr * slope).clamp(0, 1)
+        return update._replace(replace={**update.replace, ALPHA: moved})
+
+    def _descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> tuple[Update, State]:
+        """One step of w and one of v_i, and the gradient at the mixture."""
         alpha, names = state[ALPHA], phase.trainable
         update = super().descend(state, batch, phase, gradient)
-        mixed = {MIXED + n: alpha * state[OWN + n] + (1 - alpha) * state[n] for n in names}
+        mixed = {MIXED + n: torch.lerp(state[n], state[OWN + n], alpha) for n in names}
         objective = partial(self._at_mixed, names=names, batch=batch)
         at_mixed, _, _ = gradient(objective, {**state, **mixed}, list(mixed))
         own = {OWN + n: alpha * at_mixed[MIXED + n] for n in names}
-        replace = dict(update.replace)
-        if self.adaptive:
-            slope = sum(((state[OWN + n] - state[n]) * at_mixed[MIXED + n]).sum() for n in names)
-            moved = (alpha - self.local.lr * slope).clamp(0, 1)
-            replace[ALPHA] = torch.where(batch.scalars["step"] == 0, moved, alpha)
-        return update._replace(grads={**update.grads, **own}, replace=replace)
+        return update._replace(grads={**update.grads, **own}), at_mixed
 
     def _at_mixed(self, state: State, names: Sequence[str], batch: Batch) -> tuple[Tensor, State]:
         """The loss of the mixture."""

@@ -76,13 +76,12 @@ class PFedMe(FederatedModule):
         """One step of theta on the loss and the pull of w."""
         names = [THETA + name for name in phase.trainable]
         grads, loss, buffers = gradient(lambda s: self.client_loss(s | _personal(s), batch), state, names)
-        rate = self.personal_lr  # in place: fresh copies of the weights cost more than the step
-        back = {n: (state[n.removeprefix(THETA)] - state[n]).mul_(rate * self.lam) for n in names}
-        return Update(loss, {}, buffers, {n: back[n].sub_(grads[n], alpha=rate) for n in names})
+        back = {n: self.lam * (state[n.removeprefix(THETA)] - state[n]) for n in names}
+        return Update(loss, {}, buffers, {n: self.personal_lr * (back[n] - grads[n]) for n in names})
 
     def follow(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
         """One SGD step of w on (lam / 2) ||w - theta||^2."""
-        pull = {name: (state[name] - state[THETA + name]).mul_(self.lam) for name in phase.trainable}
+        pull = {name: self.lam * (state[name] - state[THETA + name]) for name in phase.trainable}
         return Update(batch.x.new_zeros(()), pull)
 
     def finish(self, client: int, state: State, message: State) -> tuple[State, State]:

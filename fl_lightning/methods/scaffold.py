@@ -14,7 +14,8 @@ from fl_lightning.nets import FedNet
 from fl_lightning.wire import Message, State
 
 #: Prefixes of the server's control variate c, a client's c_i, its change, and the sum of raw gradients.
-SERVER, OWN, CHANGE, SUM = "control.server.", "control.own.", "control.change.", "control.sum."
+SERVER, OWN, CHANGE = "control.server.", "control.own.", "control.change."
+CORRECTION, SUM = "control.correction.", "control.sum."
 STEPS = "control.steps"
 
 
@@ -52,10 +53,11 @@ class SCAFFOLD(FederatedModule):
         return super().message_down(client) | {SERVER + name: c for name, c in self.server_control().items()}
 
     def begin(self, client: int, message: State) -> State:
-        """As FedAvg, with c, the client's c_i and an empty sum of gradients."""
+        """As FedAvg, with the client's c_i, the correction c - c_i of every step and an empty sum of gradients."""
         state = super().begin(client, message)
         for name in self.trainable_names:
-            state.setdefault(OWN + name, torch.zeros_like(state[name]))
+            own = state.setdefault(OWN + name, torch.zeros_like(state[name]))
+            state[CORRECTION + name] = state.pop(SERVER + name) - own
             state[SUM + name] = torch.zeros_like(state[name])
         return state | {STEPS: torch.zeros((), dtype=self.compute_dtype, device=self.device)}
 
@@ -64,7 +66,7 @@ class SCAFFOLD(FederatedModule):
         update = super().descend(state, batch, phase, gradient)
         decay, raw = self.local.weight_decay, update.grads
         seen = {SUM + name: g + decay * state[name] if decay else g for name, g in raw.items()}
-        corrected = {name: g - state[OWN + name] + state[SERVER + name] for name, g in raw.items()}
+        corrected = {name: g + state[CORRECTION + name] for name, g in raw.items()}
         return update._replace(grads=corrected, add={**seen, STEPS: torch.ones_like(state[STEPS])})
 
     def finish(self, client: int, state: State, message: State) -> tuple[State, State]:

@@ -25,8 +25,8 @@ class _LeNet(FedNet):
 
     def features(self, x: Tensor) -> Tensor:
         """Feature maps of shape (B, channels, 5, 5)."""
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        return F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        return F.relu(F.max_pool2d(self.conv2(x), 2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of shape (B, num_classes) for images of shape (B, in_channels, height, width)."""
@@ -72,8 +72,8 @@ class LeNetBN(LeNet5):
 
     def features(self, x: Tensor) -> Tensor:
         """Feature maps of shape (B, 16, 5, 5)."""
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
-        return F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
+        x = F.relu(F.max_pool2d(self.bn1(self.conv1(x)), 2))
+        return F.relu(F.max_pool2d(self.bn2(self.conv2(x)), 2))
 
 
 class LeNet5Cifar(_LeNet):

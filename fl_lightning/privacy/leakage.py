@@ -47,6 +47,9 @@ class _OneStep:
     def moves(self, phase: Phase) -> Sequence[Move]:
         return self.method.moves(phase)
 
+    def opening(self, phase: Phase) -> Sequence[Move]:
+        return self.method.opening(phase)
+
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
         return self.method.draw_noise(rng, steps)
 

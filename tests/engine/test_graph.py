@@ -14,8 +14,8 @@ from fl_lightning.engine.contract import Product
 from fl_lightning.engine.graph import Lean, lean
 
 
-def made_lean(step: Callable[..., list[Tensor]], *inputs: Tensor, states: int, grads: set[int]) -> Lean:
-    return lean(make_fx(step, tracing_mode="fake")(*inputs), states, frozenset(grads))
+def made_lean(step: Callable[..., list[Tensor]], *inputs: Tensor, states: int, changes: dict[int, int]) -> Lean:
+    return lean(make_fx(step, tracing_mode="fake")(*inputs), states, changes)
 
 
 def run(made: Lean, inputs: list[Tensor], states: int) -> list[Any]:
@@ -35,10 +35,10 @@ def test_a_product_is_left_to_the_update_also_when_transposed() -> None:
         turned = torch.bmm(x.transpose(1, 2), g).transpose(1, 2)
         return [torch.bmm(x, w.transpose(1, 2)).sum(), straight, turned]
 
-    made = made_lean(step, w, x, g, states=1, grads={1, 2})
-    assert made.products == {1, 2}
+    made = made_lean(step, w, x, g, states=1, changes={1: 0, 2: 0})
+    assert made.products.keys() == {1, 2}
     loss, *products = run(made, [w, x, g], 1)
-    torch.testing.assert_close([loss, *(torch.bmm(*p) for p in products)], step(w, x, g))
+    torch.testing.assert_close([loss, *(torch.bmm(p.left, p.right) for p in products)], step(w, x, g))
     assert all(isinstance(p, Product) for p in products)
 
 
@@ -49,8 +49,8 @@ def test_a_product_with_the_state_itself_is_multiplied_out() -> None:
     def step(w: Tensor, x: Tensor) -> list[Tensor]:
         return [x.sum(), torch.bmm(x, w), torch.bmm(x, 2 * w)]
 
-    made = made_lean(step, w, x, states=1, grads={1, 2})
-    assert made.products == {2}  # a copy of the state may be used
+    made = made_lean(step, w, x, states=1, changes={1: 0, 2: 0})
+    assert made.products.keys() == {2}  # a copy of the state may be used
 
 
 def test_a_product_that_is_used_otherwise_is_multiplied_out() -> None:
@@ -60,7 +60,60 @@ def test_a_product_that_is_used_otherwise_is_multiplied_out() -> None:
         product = torch.bmm(x, 2 * w)
         return [product.sum(), product, product.reshape(3, 10)]
 
-    assert made_lean(step, w, x, states=1, grads={1, 2}).products == frozenset()
+    assert made_lean(step, w, x, states=1, changes={1: 0, 2: 0}).products == {}
+
+
+def pieces() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(3, 4, 5, dtype=torch.float64) for _ in range(3)] + [
+        torch.randn(3, 2, 4, dtype=torch.float64),
+        torch.randn(3, 2, 5, dtype=torch.float64),
+        torch.randn(3, 1, 1, dtype=torch.float64),
+    ]
+
+
+def sums(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tensor) -> list[Tensor]:
+    product = torch.bmm(g.transpose(1, 2), x)
+    pull = 0.3 * (w - anchor) - anchor / 4
+    return [g.sum(), -(product + pull), product * 2 + 5 * w, a * product]
+
+
+@pytest.mark.parametrize("output", [1, 2, 3])
+def test_what_is_added_to_a_product_is_left_to_the_update_too(output: int) -> None:
+    inputs = pieces()
+    made = made_lean(lambda *given: [sums(*given)[0], sums(*given)[output]], *inputs, states=3, changes={1: 0})
+    _, product = run(made, inputs, 3)
+    assert isinstance(product, Product)
+    w, expected = inputs[0].clone(), sums(*inputs)[output]
+    product.add_to(w, -0.1, beta=0.9)
+    torch.testing.assert_close(w, 0.9 * inputs[0] - 0.1 * expected)
+    velocity = torch.ones_like(w)
+    product.add_to(velocity, 1.0, beta=0.5, own=False)
+    torch.testing.assert_close(velocity, 0.5 + expected - product.own * inputs[0])
+
+
+def test_a_product_may_change_two_entries_but_no_sum_reads_what_another_writes() -> None:
+    inputs = pieces()
+
+    def twice(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tensor) -> list[Tensor]:
+        product = torch.bmm(g.transpose(1, 2), x)
+        return [g.sum(), product + anchor, product]
+
+    made = made_lean(twice, *inputs, states=3, changes={1: 0, 2: 2})
+    assert made.products.keys() == {1, 2}
+    _, first, second = run(made, inputs, 3)
+    torch.testing.assert_close(torch.bmm(second.left, second.right), twice(*inputs)[2])
+    assert [factor for factor, _ in first.rest] == [1.0]
+
+    # The total is written to: it cannot be what is added to w later, and then the product is needed whole anyway.
+    def crossed(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tensor) -> list[Tensor]:
+        product = torch.bmm(g.transpose(1, 2), x)
+        return [g.sum(), product + total, product]
+
+    assert made_lean(crossed, *inputs, states=3, changes={1: 0, 2: 2}).products == {}
+    # So it is with an entry that is replaced.
+    traced = make_fx(twice, tracing_mode="fake")(*inputs)
+    assert lean(traced, 3, {1: 0, 2: 2}, written=[1]).products == {}
 
 
 def test_views_of_the_state_and_constants_are_made_once_and_follow_its_changes() -> None:
@@ -70,7 +123,7 @@ def test_views_of_the_state_and_constants_are_made_once_and_follow_its_changes()
         same = w.transpose(1, 2).transpose(1, 2).expand(3, 4, 5).view(3, 4, 5)
         return [torch.bmm(x, same.transpose(1, 2)) + torch.zeros_like(x).sum() + torch.zeros_like(x).sum()]
 
-    made = made_lean(step, w, x, states=1, grads=set())
+    made = made_lean(step, w, x, states=1, changes={})
     assert operations(made.bind) == 2  # one transpose, one constant
     assert operations(made.run) == 4  # the product, one sum, two additions
     bound = made.bind(w)
@@ -91,6 +144,6 @@ def test_what_is_written_to_is_not_merged(order: str) -> None:
             one.add_(x)
         return [one, total]
 
-    made = made_lean(step, x, states=0, grads=set())
+    made = made_lean(step, x, states=0, changes={})
     for _ in range(2):
         torch.testing.assert_close(run(made, [x], 0), step(x))
