@@ -236,7 +236,7 @@ class FederatedModule(LightningModule):
         """Bring back what :meth:`server_extras` gave."""
 
     def global_models(self) -> Sequence[tuple[float, State]]:
-        """Models scored on a test set that belongs to nobody, each with the share of clients that it is for."""
+        """Models scored on a test set that belongs to nobody, each with its weight in their mean."""
         return [] if self.private_names else [(1.0, self.server_state())]
 
     # ---- what an adversary makes of a method's messages; see fl_lightning.privacy ----------------------------

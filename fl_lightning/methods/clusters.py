@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,11 +119,11 @@ class ClusterModels(ClusteredModule):
         return client if self.private_names else self.cluster_of(client)
 
     def global_models(self) -> Sequence[tuple[float, State]]:
-        """Every cluster's model, with the share of the clients that belong to it."""
+        """The model of every cluster that has clients, all of the same weight."""
         if self.private_names:
             return []
-        sizes = Counter(self.assignment())
-        return [(size / sizes.total(), self.model_state(cluster)) for cluster, size in sorted(sizes.items())]
+        used = sorted(set(self.assignment()))
+        return [(1 / len(used), self.model_state(cluster)) for cluster in used]
 
 
 def balanced(rng: np.random.Generator, clients: int, clusters: int) -> list[int]:

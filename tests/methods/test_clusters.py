@@ -134,16 +134,25 @@ def test_what_crosses(kind: type[ClusteredModule]) -> None:
 
 
 @pytest.mark.parametrize("kind", [FeSEM, IFCA, FedGroup], ids=lambda kind: kind.__name__)
-def test_global_accuracy_is_the_mean_over_clients_of_their_models(kind: type[ClusteredModule]) -> None:
+def test_global_accuracy_is_the_mean_over_clusters_that_have_clients(
+    kind: type[ClusteredModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = planted(global_test=list(range(24, 32)))
     method = kind(mlp(), lr=0.1, batch_size=8, engine="stacked", **OPTIONS[kind])
     run = fit(method, data, rounds=2)
     x, y = data.federation.inputs[24:32].double(), data.federation.targets[24:32]
+    used = sorted(set(method.assignment()))
     scores = []
-    for client in range(8):
-        logits, _ = method.call(method.personal_state(client), x, training=False)
+    for cluster in used:
+        logits, _ = method.call(method.model_state(cluster), x, training=False)
         scores.append(float((logits.argmax(1) == y).double().mean()))
-    assert float(run.callback_metrics["val/global_acc"]) == pytest.approx(sum(scores) / 8)
+    assert float(run.callback_metrics["val/global_acc"]) == pytest.approx(sum(scores) / len(used))
+    monkeypatch.setattr(method, "assignment", lambda: [1, 1, 1, 0, 1, 1, 1, 1])
+    assert [weight for weight, _ in method.global_models()] == [0.5, 0.5]
+    monkeypatch.setattr(method, "assignment", lambda: [1] * 8)
+    ((weight, state),) = method.global_models()
+    assert weight == 1.0
+    assert all(torch.equal(state[name], value) for name, value in method.model_state(1).items())
 
 
 @EVERY
