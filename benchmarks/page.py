@@ -46,8 +46,11 @@ def speed() -> str:
 
 
 def methods() -> str:
-    rows = [[name, f"{row['ratio']:.2f}", row["engine"]] for name, row in sorted(read("methods.json").items())]
-    return table("method | ratio | engine", rows)
+    rows = [
+        [name, f"{row['ratio']:.2f}", f"{row['server_share']:.0%}" if "server_share" in row else "", row["engine"]]
+        for name, row in sorted(read("methods.json").items())
+    ]
+    return table("method | ratio | server | engine", rows)
 
 
 def scaling() -> str:

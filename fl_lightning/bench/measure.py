@@ -23,7 +23,7 @@ from fl_lightning.module import FederatedModule
 
 
 class Clock(Callback):
-    """Time and local steps of the rounds after the warm-up, and the share of a validation in such a round.
+    """Time and local steps of the rounds after the warm-up, and the shares of validation and server in such a round.
 
     Args:
         warm_up: rounds that are not timed: the first chooses the engine, and all of them trace what they see first.
@@ -31,12 +31,17 @@ class Clock(Callback):
 
     def __init__(self, warm_up: int) -> None:
         self.warm_up = warm_up
-        self.validating = 0.0
+        self.validating = self.serving = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock after the warm-up."""
         if trainer.current_epoch == self.warm_up:
-            self.began, self.before, self.validating = time.perf_counter(), steps_of(pl_module), 0.0
+            self.began, self.before = time.perf_counter(), steps_of(pl_module)
+            self.validating = self.serving = 0.0
+
+    def on_round_end(self, trainer: Trainer, pl_module: Any, messages: Any) -> None:
+        """Add what the server took of the round."""
+        self.serving += pl_module.summary["time/server"]
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop the clock."""
@@ -52,6 +57,7 @@ class Clock(Callback):
         self.speed = (steps_of(pl_module) - self.before) / elapsed
         self.seconds = elapsed / (trainer.current_epoch - self.warm_up)
         self.share = self.validating / (self.validating + elapsed)
+        self.server_share = self.serving / elapsed
 
 
 def steps_of(module: FederatedModule) -> int:
@@ -101,6 +107,7 @@ def measure(workload: Workload, repeats: int, **options: Any) -> dict[str, Any]:
         "steps_per_second": round(statistics.median(clock.speed for clock in clocks), 1),
         "plain_steps_per_second": round(statistics.median(plain), 1),
         "validation_share": round(statistics.median(clock.share for clock in clocks), 3),
+        "server_share": round(statistics.median(clock.server_share for clock in clocks), 3),
         "engine": method.engine.choice,
         "workers": options.get("workers", 1),
         "threads": torch.get_num_threads(),
