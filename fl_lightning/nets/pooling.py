@@ -15,8 +15,8 @@ ENOUGH = 8
 def max_pool2(x: Tensor) -> Tensor:
     """``F.max_pool2d(x, 2)``, with the same gradient: where several values are the largest, the first one gets it.
 
-    PyTorch's kernel is good at many channels that lie together in memory. Under ``torch.vmap`` it gets maps in the other
-    order, in which it takes ten times as long as four strided reads.
+    PyTorch's kernel is good at many channels that lie together in memory. Under ``torch.vmap`` it gets maps in the
+    other order, in which it takes ten times as long as four strided reads.
 
     Args:
         x: maps of shape (B, channels, height, width).
@@ -27,7 +27,7 @@ def max_pool2(x: Tensor) -> Tensor:
     """
     if x.shape[1] >= ENOUGH and not torch._C._functorch.is_functorch_wrapped_tensor(x):
         return F.max_pool2d(x, 2)
-    pooled: Tensor = _MaxPool2.apply(x)  # type: ignore[no-untyped-call]
+    pooled: Tensor = _MaxPool2.apply(x)
     return pooled
 
 
