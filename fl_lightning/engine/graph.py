@@ -150,6 +150,7 @@ class _Sum:
     def __init__(self, entry: fx.Node, look: Any, kept: Callable[[fx.Node], bool]) -> None:
         self.entry, self.look, self.kept = entry, look, kept
         self.product: fx.Node | None = None
+        self.several = False
         self.flipped = False
         self.scaled_by: list[fx.Node] = []
         self.scale = self.own = 0.0
@@ -179,7 +180,10 @@ class _Sum:
             scaled_by.append(by)
         chain = [node, *_seen_through(node)]
         product = chain[-1]
-        if product.target is not aten.bmm.default or self.product is not None:
+        if product.target is not aten.bmm.default:
+            return False
+        if self.product is not None:
+            self.several = True
             return False
         look, value = _look(node), product.meta["val"]
         flipped = look != _look(product)
@@ -189,6 +193,11 @@ class _Sum:
             return False
         self.product, self.scale, self.flipped, self.scaled_by = product, factor, flipped, scaled_by
         return True
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the sum has just one product; of several, as weights that are used often have, nothing is won."""
+        return self.product is not None and not self.several
 
     def returned(self, graph: fx.Graph, output: fx.Node) -> list[fx.Node]:
         """What the step returns in place of the sum."""
@@ -242,7 +251,7 @@ def _leave_products(
     sums: dict[int, _Sum] = {}
     for i, number in changes.items():
         found = _Sum(inputs[number], _look(results[i]), kept) if isinstance(results[i], fx.Node) else None
-        if found is not None and found.look is not None and found.take(results[i], 1.0) and found.product is not None:
+        if found is not None and found.look is not None and found.take(results[i], 1.0) and found.is_product:
             sums[i] = found
     while True:  # a product that is needed otherwise is multiplied out anyway
         alive = _alive([node for i, node in enumerate(results) if i not in sums])

@@ -92,6 +92,15 @@ def test_what_is_added_to_a_product_is_left_to_the_update_too(output: int) -> No
     torch.testing.assert_close(velocity, 0.5 + expected - product.own * inputs[0])
 
 
+def test_a_sum_of_products_is_added_up_at_once() -> None:
+    inputs = pieces()
+
+    def step(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tensor) -> list[Tensor]:
+        return [g.sum(), torch.bmm(g.transpose(1, 2), x) + torch.bmm(g.transpose(1, 2), 2 * x)]
+
+    assert made_lean(step, *inputs, states=3, changes={1: 0}).products == {}
+
+
 def test_a_product_may_change_two_entries_but_no_sum_reads_what_another_writes() -> None:
     inputs = pieces()
 

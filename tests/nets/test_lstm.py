@@ -92,7 +92,7 @@ def test_trains_alike_through_every_engine(kind: str, monkeypatch: pytest.Monkey
         fit(method, data, rounds=2)
         ends.append(weights(method))
     assert largest_difference(ends[0], ends[1]) < 1e-12
-    assert largest_difference(ends[1], ends[2]) == 0.0
+    assert largest_difference(ends[1], ends[2]) < 1e-12  # products are multiplied straight into the weights
     assert all(float((ends[0][name] - start[name]).abs().max()) > 1e-6 for name in start)
 
 
