@@ -13,7 +13,9 @@ from torch import Tensor
 from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result, Update
 from fl_lightning.engine.gradient import functional_gradient
+from fl_lightning.engine.layout import ChannelsLast
 from fl_lightning.engine.local import LocalSGD
+from fl_lightning.engine.memory import keep_memory
 from fl_lightning.engine.schedule import ClientSchedule, batch_sizes, epoch_noise, scalars
 from fl_lightning.federation import Federation
 from fl_lightning.wire import State
@@ -69,6 +71,7 @@ class StackedEngine(Engine):
         max_steps: int | None = None,
     ) -> list[Result]:
         """Train the jobs together; see ``Engine.train``."""
+        keep_memory()
         order = sorted(range(len(jobs)), key=lambda i: -len(federation.train[jobs[i].client]))
         stack = _Stack(self, method, federation, [jobs[i] for i in order], round, max_steps)
         results = dict(zip(order, stack.train(), strict=True))
@@ -237,7 +240,8 @@ def flat_move(move: Move, phase: Phase, state: State, batch: Batch) -> Callable[
     def one(*leaves: Tensor) -> Update:
         left = iter(leaves)
         own, data, noise, scalars = ({name: next(left) for name in part} for part in names)
-        return move(own, Batch(data["x"], data["y"], noise, scalars), phase, functional_gradient)
+        with ChannelsLast():
+            return move(own, Batch(data["x"], data["y"], noise, scalars), phase, functional_gradient)
 
     return torch.vmap(one, randomness="error")
 

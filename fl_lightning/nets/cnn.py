@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
-from fl_lightning.nets.pooling import max_pool2
 
 
 class CNNFashion(FedNet):
@@ -32,8 +31,8 @@ class CNNFashion(FedNet):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of shape (B, num_classes) for images of shape (B, 1, 28, 28)."""
-        x = F.relu(max_pool2(self.conv1(x)))
-        x = F.relu(max_pool2(self.conv2(x)))
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
         logits: Tensor = self.head(x.flatten(1))
         return logits
 
@@ -60,8 +59,8 @@ class CNNCifar(FedNet):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of shape (B, num_classes) for images of shape (B, 3, 32, 32)."""
-        x = F.relu(max_pool2(self.conv1(x)))
-        x = F.relu(max_pool2(self.conv2(x)))
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
         x = F.relu(self.fc1(x.flatten(1)))
         logits: Tensor = self.head(F.relu(self.fc2(x)))
         return logits

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
-from fl_lightning.nets.pooling import max_pool2
 
 
 class _LeNet(FedNet):
@@ -26,8 +25,8 @@ class _LeNet(FedNet):
 
     def features(self, x: Tensor) -> Tensor:
         """Feature maps of shape (B, channels, 5, 5)."""
-        x = F.relu(max_pool2(self.conv1(x)))
-        return F.relu(max_pool2(self.conv2(x)))
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        return F.relu(F.max_pool2d(self.conv2(x), 2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of shape (B, num_classes) for images of shape (B, in_channels, height, width)."""
@@ -73,8 +72,8 @@ class LeNetBN(LeNet5):
 
     def features(self, x: Tensor) -> Tensor:
         """Feature maps of shape (B, 16, 5, 5)."""
-        x = F.relu(max_pool2(self.bn1(self.conv1(x))))
-        return F.relu(max_pool2(self.bn2(self.conv2(x))))
+        x = F.relu(F.max_pool2d(self.bn1(self.conv1(x)), 2))
+        return F.relu(F.max_pool2d(self.bn2(self.conv2(x)), 2))
 
 
 class LeNet5Cifar(_LeNet):

@@ -1,0 +1,158 @@
+"""Convolutions, pooling and BatchNorm of a stack in one call are those that vmap makes of PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.engine.layout import BETTER, ChannelsLast
+from fl_lightning.engine.memory import keep_memory
+from fl_lightning.errors import FederationError
+
+CLIENTS = 3
+
+
+def rand(*shape: int, ties: bool = False) -> Tensor:
+    drawn = torch.randn(CLIENTS, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return drawn.round() if ties else drawn
+
+
+def ours(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def within(*args: Tensor) -> Tensor:
+        with ChannelsLast():
+            return function(*args)
+
+    return within
+
+
+def scored(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A number that depends on every value of the result differently, so that its gradient tells them apart."""
+
+    def score(*args: Tensor) -> Tensor:
+        result = function(*args)
+        weights = torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view(result.shape)
+        return (result.pow(2) * weights).sum()
+
+    return score
+
+
+def agree(function: Callable[..., Tensor], *args: Tensor, in_dims: tuple[int | None, ...] | None = None) -> None:
+    """Values, and gradients with respect to all arguments, are those of vmap alone."""
+    dims = in_dims or (0,) * len(args)
+    numbers = tuple(range(len(args)))
+    for wrapped in (function, scored(function)):
+        found = torch.vmap(ours(wrapped), dims)(*args)
+        torch.testing.assert_close(found, torch.vmap(wrapped, dims)(*args), rtol=1e-10, atol=1e-10)
+    found = torch.vmap(torch.func.grad(ours(scored(function)), numbers), dims)(*args)
+    expected = torch.vmap(torch.func.grad(scored(function), numbers), dims)(*args)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+CONVOLUTIONS = [
+    {},
+    {"padding": 1},
+    {"stride": 2, "padding": (0, 1)},
+    {"dilation": 2},
+    {"groups": 2},
+    {"groups": 4, "padding": 1},  # depthwise
+]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
+def test_convolutions(options: dict[str, int], bias: bool) -> None:
+    groups = options.get("groups", 1)
+    x, weight = rand(2, 4, 8, 7), rand(8, 4 // groups, 3, 3)
+    if bias:
+        agree(lambda x, w, b: F.conv2d(x, w, b, **options), x, weight, rand(8))
+    else:
+        agree(lambda x, w: F.conv2d(x, w, **options), x, weight)
+
+
+def test_convolutions_of_one_channel_whose_memory_is_ambiguous() -> None:
+    agree(lambda x, w: F.conv2d(x, w, padding=2), rand(4, 1, 6, 6), rand(5, 1, 5, 5))
+
+
+@pytest.mark.parametrize("in_dims", [(None, 0), (0, None)])
+def test_what_clients_share_is_shared(in_dims: tuple[int | None, ...]) -> None:
+    values = [
+        value[0] if dim is None else value
+        for value, dim in zip((rand(2, 3, 5, 5), rand(4, 3, 3, 3)), in_dims, strict=True)
+    ]
+    agree(F.conv2d, *values, in_dims=in_dims)
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 1}, {"padding": 1}, {"ceil_mode": True}], ids=str)
+def test_max_pooling_takes_the_first_of_equal_values(options: dict[str, int]) -> None:
+    agree(lambda x: F.max_pool2d(x, 2, **options), rand(3, 4, 7, 6, ties=True))
+
+
+def test_layers_are_found_in_a_net() -> None:
+    """Modules and functional calls alike: a net need not be written for it."""
+    seen = []
+    originals = dict(BETTER)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)).double()
+    try:
+        for func, better in originals.items():
+
+            def note(*args: object, better: Callable[..., Tensor] = better, **kwargs: object) -> Tensor:
+                seen.append(better.__name__)
+                return better(*args, **kwargs)
+
+            BETTER[func] = note
+        state = {name: value.expand(CLIENTS, *value.shape).clone() for name, value in net.state_dict().items()}
+        torch.vmap(ours(lambda s, x: torch.func.functional_call(net, s, x)))(state, rand(2, 2, 6, 6))
+    finally:
+        BETTER.update(originals)
+    assert seen == ["_conv2d", "_batch_norm", "_max_pool2d"]
+
+
+def test_batch_norm_and_its_running_statistics() -> None:
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        mean, var = torch.full((4,), 0.5, dtype=x.dtype) + 0 * weight.detach(), 1 + 0 * weight.detach()
+        result = F.batch_norm(x, mean, var, weight, bias, True, 0.3, 1e-5)
+        return torch.cat([result.flatten(), mean, var])
+
+    agree(norm, rand(3, 4, 5, 6), rand(4), rand(4))
+
+
+def test_second_derivatives() -> None:
+    x, weight, bias = rand(2, 2, 7, 7), rand(4, 2, 3, 3), rand(4)
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.max_pool2d(F.conv2d(x, weight, bias).pow(3), 2).sum()
+
+    def sharpness(*args: Tensor) -> Tensor:
+        return sum(g.pow(2).sum() for g in torch.func.grad(loss, (0, 1, 2))(*args))  # type: ignore[return-value]
+
+    found = torch.vmap(torch.func.grad(ours(sharpness), (0, 1, 2)))(x, weight, bias)
+    expected = torch.vmap(torch.func.grad(sharpness, (0, 1, 2)))(x, weight, bias)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_second_derivatives_of_batch_norm_say_what_to_do() -> None:
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, weight, weight, True).pow(3).sum()
+
+    def sharpness(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.grad(loss)(x, weight).pow(2).sum()
+
+    with pytest.raises(FederationError, match="use the engine 'sequential'"):
+        torch.vmap(torch.func.grad(ours(sharpness)))(rand(3, 2, 4, 4), rand(2))
+
+
+def test_what_is_not_mapped_or_not_images_is_left_to_pytorch() -> None:
+    x, weight = rand(2, 5, 5), rand(3, 2, 3, 3)
+    torch.testing.assert_close(torch.vmap(ours(F.conv2d))(x, weight), torch.vmap(F.conv2d)(x, weight))
+    same = torch.vmap(ours(lambda x, w: F.conv2d(x, w, padding="same")))(rand(2, 2, 5, 5), weight)
+    assert same.shape == (CLIENTS, 2, 3, 5, 5)
+    values, indices = ours(lambda x: F.max_pool2d(x, 2, return_indices=True))(rand(2, 4, 4))  # type: ignore[misc]
+    assert values.shape == indices.shape == (CLIENTS, 2, 2, 2)
+
+
+def test_memory_is_kept_where_the_library_allows_it() -> None:
+    assert keep_memory() in (True, False)
