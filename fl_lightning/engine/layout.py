@@ -48,7 +48,7 @@ def _conv2d(
 ) -> Tensor:
     if isinstance(padding, str):
         return func(input, weight, bias, stride, padding, dilation, groups)
-    return _Convolution.apply(input, weight, bias, (_pair(stride), _pair(padding), _pair(dilation), groups))  # type: ignore[no-any-return,no-untyped-call]
+    return _Convolution.apply(input, weight, bias, (_pair(stride), _pair(padding), _pair(dilation), groups))  # type: ignore[no-any-return]
 
 
 def _max_pool2d(
@@ -65,7 +65,7 @@ def _max_pool2d(
         return func(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
     size = _pair(kernel_size)
     options = (size, _pair(stride or size), _pair(padding), _pair(dilation), ceil_mode)
-    return _MaxPool.apply(input, options)[0]  # type: ignore[no-any-return,no-untyped-call]
+    return _MaxPool.apply(input, options)[0]  # type: ignore[no-any-return]
 
 
 def _batch_norm(
@@ -81,7 +81,7 @@ def _batch_norm(
 ) -> Tensor:
     if not training or weight is None or bias is None:
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    result, mean, inverse_std = _BatchNorm.apply(input, weight, bias, eps)  # type: ignore[no-untyped-call]
+    result, mean, inverse_std = _BatchNorm.apply(input, weight, bias, eps)
     if running_mean is not None and running_var is not None:
         count = input.numel() // input.shape[1]
         variance = (inverse_std.detach().pow(-2) - eps) * (count / (count - 1))
@@ -108,7 +108,7 @@ def _last(x: Tensor, dim: int | None, clients: int) -> Tensor:
 
 def _apart(x: Tensor, clients: int) -> Tensor:
     """The images of :func:`_last` with clients along dimension 1, as they lie."""
-    return x.unflatten(1, (clients, -1))
+    return x.unflatten(1, (clients, -1))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _joined(weight: Tensor, dim: int | None, clients: int) -> Tensor:
@@ -130,10 +130,10 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         asked = tuple(ctx.needs_input_grad[:3])
-        grads = iter(_ConvolutionBackward.apply(grad, x, weight, ctx.options, asked))  # type: ignore[no-untyped-call]
+        grads = iter(_ConvolutionBackward.apply(grad, x, weight, ctx.options, asked))
         return *(next(grads) if want else None for want in asked), None
 
     @staticmethod
@@ -141,7 +141,7 @@ class _Convolution(torch.autograd.Function):
         clients, (*others, groups) = info.batch_size, options
         joined = None if bias is None else _joined(bias, in_dims[2], clients)
         images, weights = _last(x, in_dims[0], clients), _joined(weight, in_dims[1], clients)
-        result = _Convolution.apply(images, weights, joined, (*others, clients * groups))  # type: ignore[no-untyped-call]
+        result = _Convolution.apply(images, weights, joined, (*others, clients * groups))
         return _apart(result, clients), 1
 
 
@@ -171,11 +171,11 @@ class _ConvolutionBackward(torch.autograd.Function):
         of_grad: Any = 0.0
         of_x = of_weight = None
         if by_x is not None:
-            of_grad = of_grad + _Convolution.apply(by_x, weight, None, ctx.options)  # type: ignore[no-untyped-call]
-            (of_weight,) = _ConvolutionBackward.apply(grad, by_x, weight, ctx.options, (False, True, False))  # type: ignore[no-untyped-call]
+            of_grad = of_grad + _Convolution.apply(by_x, weight, None, ctx.options)
+            (of_weight,) = _ConvolutionBackward.apply(grad, by_x, weight, ctx.options, (False, True, False))
         if by_weight is not None:
-            of_grad = of_grad + _Convolution.apply(x, by_weight, None, ctx.options)  # type: ignore[no-untyped-call]
-            (of_x,) = _ConvolutionBackward.apply(grad, x, by_weight, ctx.options, (True, False, False))  # type: ignore[no-untyped-call]
+            of_grad = of_grad + _Convolution.apply(x, by_weight, None, ctx.options)
+            (of_x,) = _ConvolutionBackward.apply(grad, x, by_weight, ctx.options, (True, False, False))
         if by_bias is not None:
             of_grad = of_grad + by_bias.view(1, -1, 1, 1)
         return of_grad, of_x, of_weight, None, None
@@ -185,7 +185,7 @@ class _ConvolutionBackward(torch.autograd.Function):
         clients, (*others, groups) = info.batch_size, options
         images = (_last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
         grads = iter(
-            _ConvolutionBackward.apply(  # type: ignore[no-untyped-call]
+            _ConvolutionBackward.apply(
                 *images, _joined(weight, in_dims[2], clients), (*others, clients * groups), asked
             )
         )
@@ -211,14 +211,14 @@ class _MaxPool(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         x, indices = ctx.saved_tensors
-        return _MaxPoolBackward.apply(grad, x, indices, ctx.options), None  # type: ignore[no-untyped-call]
+        return _MaxPoolBackward.apply(grad, x, indices, ctx.options), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        pooled, indices = _MaxPool.apply(_last(x, in_dims[0], clients), options)  # type: ignore[no-untyped-call]
+        pooled, indices = _MaxPool.apply(_last(x, in_dims[0], clients), options)
         return (_apart(pooled, clients), _apart(indices, clients)), (1, 1)
 
 
@@ -235,7 +235,7 @@ class _MaxPoolBackward(torch.autograd.Function):
         ctx.save_for_backward(indices)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (indices,) = ctx.saved_tensors
         return grad.flatten(-2).gather(-1, indices.flatten(-2)).view(indices.shape), None, None, None
 
@@ -243,7 +243,7 @@ class _MaxPoolBackward(torch.autograd.Function):
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, indices: Tensor, options: Any) -> Any:
         clients = info.batch_size
         images = (_last(value, dim, clients) for value, dim in zip((grad, x, indices), in_dims, strict=False))
-        return _apart(_MaxPoolBackward.apply(*images, options), clients), 1  # type: ignore[no-untyped-call]
+        return _apart(_MaxPoolBackward.apply(*images, options), clients), 1
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -261,13 +261,13 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-        return *_BatchNormBackward.apply(grad, *ctx.saved_tensors, ctx.eps), None  # type: ignore[no-untyped-call]
+        return *_BatchNormBackward.apply(grad, *ctx.saved_tensors, ctx.eps), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
         clients = info.batch_size
         joined = (_joined(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
-        result, *statistics = _BatchNorm.apply(_last(x, in_dims[0], clients), *joined, eps)  # type: ignore[no-untyped-call]
+        result, *statistics = _BatchNorm.apply(_last(x, in_dims[0], clients), *joined, eps)
         return (_apart(result, clients), *(s.unflatten(0, (clients, -1)) for s in statistics)), (1, 0, 0)
 
 
@@ -292,5 +292,5 @@ class _BatchNormBackward(torch.autograd.Function):
         clients, (*tensors, eps) = info.batch_size, others
         images = (_last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
         joined = (_joined(value, dim, clients) for value, dim in zip(tensors, in_dims[2:], strict=False))
-        result, *grads = _BatchNormBackward.apply(*images, *joined, eps)  # type: ignore[no-untyped-call]
+        result, *grads = _BatchNormBackward.apply(*images, *joined, eps)
         return (_apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
