@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_lightning.federation import Federation, Split
+from fl_lightning.layout import ChannelsLast
 from fl_lightning.metrics import ClientAccuracy, client_summary
 from fl_lightning.wire import State, fast_copy
 
@@ -204,7 +205,8 @@ def _stacked(module: FederatedModule, clients: list[int], split: Split) -> list[
     index = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
     def one(state: State, x: Tensor) -> Tensor:
-        return module.call(state, x, training=False)[0]
+        with ChannelsLast():
+            return module.call(state, x, training=False)[0]
 
     logits = []
     for part in torch.split(index, max(1, STACKED_SAMPLES // len(clients)), dim=1):

@@ -13,11 +13,11 @@ from torch import Tensor
 from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result, Update
 from fl_lightning.engine.gradient import functional_gradient
-from fl_lightning.engine.layout import ChannelsLast
 from fl_lightning.engine.local import LocalSGD
 from fl_lightning.engine.memory import keep_memory
 from fl_lightning.engine.schedule import ClientSchedule, batch_sizes, epoch_noise, scalars
 from fl_lightning.federation import Federation
+from fl_lightning.layout import ChannelsLast
 from fl_lightning.wire import State
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.engine.layout import BETTER, ChannelsLast
 from fl_lightning.engine.memory import keep_memory
 from fl_lightning.errors import FederationError
+from fl_lightning.layout import BETTER, ChannelsLast
 
 CLIENTS = 3
 
