@@ -68,6 +68,22 @@ def scaling() -> str:
     return table("run | seconds per round | ms per client | peak memory (MB)", rows)
 
 
+def anatomy() -> str:
+    rows = [
+        [
+            NAMES[name],
+            f"{row['round_seconds']:.2f}",
+            ", ".join(f"{kind} {share:.0%}" for kind, share in row["shares"].items()),
+            f"{row['floor_seconds'] / row['round_seconds']:.0%}" if row["floor_seconds"] else "",
+            f"{row['first_round_seconds']:.1f}",
+        ]
+        for name, row in read("anatomy.json").items()
+        if name in NAMES
+    ]
+    head = "workload | seconds of a round | of which | bare matrix products | seconds of the first round, all included"
+    return table(head, rows)
+
+
 def peers() -> str:
     rows = [
         [name, row.get("version", ""), f"{row['ratio']:.2f}" if row.get("ratio") else row.get("reason", "")]
@@ -78,7 +94,9 @@ def peers() -> str:
 
 def written(text: str) -> str:
     """The page with its tables as the files have them."""
-    for name, make in (("speed", speed), ("methods", methods), ("scaling", scaling), ("peers", peers)):
+    for name, make in (
+        ("speed", speed), ("methods", methods), ("anatomy", anatomy), ("scaling", scaling), ("peers", peers)
+    ):  # fmt: skip
         begin, end = f"<!-- {name}: written by benchmarks/page.py -->", f"<!-- end of {name} -->"
         text = re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n\n{make()}\n\n{end}", text, flags=re.DOTALL)  # noqa: B023
     return text

@@ -29,8 +29,8 @@ class CapturedEngine(StackedEngine):
     """
 
     name = "captured"
-    #: How many steps pay for a trace.
-    seldom = 10
+    #: How many steps pay for a trace; of convolutions, which take their time either way, so many times as many.
+    seldom, convolved = 10, 5
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width)
@@ -45,7 +45,7 @@ class CapturedEngine(StackedEngine):
         plain = super().mapped(move, position, phase)
 
         def replay(part: Part, batch: Batch) -> Update:
-            if part.often < self.seldom:
+            if part.often < self.seldom * (self.convolved if _convolves(part.state) else 1):
                 return plain(part, batch)
             bound = part.prepared.get(position)
             if bound is None:
@@ -66,6 +66,10 @@ class CapturedEngine(StackedEngine):
         if key not in self._traces:
             self._traces[key] = Trace(move, phase, state, batch)
         return self._traces[key]
+
+
+def _convolves(state: State) -> bool:
+    return any(value.dim() > 4 for value in state.values())  # weights of shape (clients, out, in, height, width)
 
 
 def _leaves(batch: Batch) -> list[Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -46,9 +48,58 @@ class ClientSchedule:
         """Number of training samples."""
         return len(self.index)
 
+    def permutation(self) -> Tensor:
+        """Which of the client's samples are visited one after the other in the next epoch, shape (n,)."""
+        return seeding.permutation(self.batches, self.size).to(self.index.device)
+
     def order(self) -> Tensor:
         """Sample numbers of the next epoch in the order they are visited, shape (n,)."""
-        return self.index[seeding.permutation(self.batches, self.size).to(self.index.device)]
+        return self.index[self.permutation()]
+
+
+class StackSamples:
+    """The samples of a stack's clients.
+
+    They are normalised once a round and kept, rather than at every step, where clients see them again, nothing is drawn
+    to change them, and they are not too many.
+
+    Args:
+        federation: the data.
+        schedules: of the clients.
+        dtype: floating precision of the net.
+        again: whether clients see their samples more than once.
+    """
+
+    #: Bytes of normalised samples that are kept.
+    most = 2**28
+
+    def __init__(
+        self, federation: Federation, schedules: Sequence[ClientSchedule], dtype: torch.dtype, again: bool
+    ) -> None:
+        self.federation, self.schedules, self.dtype = federation, schedules, dtype
+        self.index = torch.cat([schedule.index for schedule in schedules])
+        self.starts = [0, *accumulate(schedule.size for schedule in schedules)]
+        size = len(self.index) * federation.inputs[0].numel() * dtype.itemsize
+        self.kept: tuple[Tensor, Tensor] | None = None
+        if again and federation.augment is None and size <= self.most:
+            parts = [federation.gather([s.client], s.index[None], dtype) for s in schedules]
+            self.kept = torch.cat([x[0] for x, _ in parts]), torch.cat([y[0] for _, y in parts])
+
+    def orders(self, done: int) -> Tensor:
+        """Places of the next epoch's samples among those of all clients, from client ``done`` on, padded."""
+        drawn = zip(self.starts[done:], self.schedules[done:], strict=False)
+        places = [start + schedule.permutation() for start, schedule in drawn]
+        return torch.nn.utils.rnn.pad_sequence(places, batch_first=True)
+
+    def gather(self, start: int, stop: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """A batch of each of some clients: inputs of shape (K, B, ...), labels of shape (K, B)."""
+        flat = places.reshape(-1)
+        if self.kept is not None:
+            x, y = (values.index_select(0, flat) for values in self.kept)
+            return x.view(*places.shape, *x.shape[1:]), y.view(places.shape)
+        schedules = self.schedules[start:stop]
+        clients, streams = [s.client for s in schedules], [s.augment for s in schedules]
+        return self.federation.gather(clients, self.index[flat].view(places.shape), self.dtype, streams)
 
 
 def batch_sizes(size: int, batch_size: int, batch_statistics: bool) -> tuple[int, int]:

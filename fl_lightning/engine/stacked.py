@@ -15,7 +15,7 @@ from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, R
 from fl_lightning.engine.gradient import functional_gradient
 from fl_lightning.engine.local import LocalSGD
 from fl_lightning.engine.memory import keep_memory
-from fl_lightning.engine.schedule import ClientSchedule, batch_sizes, epoch_noise, scalars
+from fl_lightning.engine.schedule import ClientSchedule, StackSamples, batch_sizes, epoch_noise, scalars
 from fl_lightning.federation import Federation
 from fl_lightning.layout import ChannelsLast
 from fl_lightning.wire import State
@@ -116,6 +116,8 @@ class _Stack:
         self.scalars = scalars(size, round, method.compute_dtype)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
         self.steps = [0] * len(jobs)
+        again = sum(phase.epochs for phase in method.phases()) > 1
+        self.samples = StackSamples(federation, self.schedules, self.dtype, again)
 
     @torch.no_grad()  # moves differentiate for themselves
     def train(self) -> list[Result]:
@@ -191,11 +193,11 @@ class _Stack:
             left: how many steps each client takes at most, increasing.
         """
         size = self.method.local.batch_size
-        orders = torch.nn.utils.rnn.pad_sequence([s.order() for s in self.schedules[done:]], batch_first=True)
+        orders = self.samples.orders(done)
         noise: tuple[State, State] | None = None
         for start, stop, step, width in self._slices(left):
             rows = slice(start - done, stop - done)
-            x, y = self._gather(start, stop, orders[rows, step * size : step * size + width])
+            x, y = self.samples.gather(start, stop, orders[rows, step * size : step * size + width])
             if noise is None:
                 noise = self._noise(x[0], done)
             drawn = {name: value[step, rows] for name, value in noise[0].items()}
@@ -218,10 +220,6 @@ class _Stack:
                 width = len(members) if 2 * len(members) >= len(self.clients) else 1
                 for start in range(members[0], members[-1] + 1, width):
                     yield start, start + width, full, rest
-
-    def _gather(self, start: int, stop: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        streams = [s.augment for s in self.schedules[start:stop]]
-        return self.federation.gather(self.clients[start:stop], index, self.dtype, streams)
 
     def _noise(self, x: Tensor, done: int) -> tuple[State, State]:
         """Noise of the next epoch, stacked over clients that are not done and padded: (steps, K, ...)."""
