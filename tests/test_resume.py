@@ -71,7 +71,7 @@ def run(method: FederatedModule, folder: Path, *callbacks: Callback, ckpt_path: 
 def stopped(method: FederatedModule, folder: Path, *callbacks: Callback, early: bool = False) -> None:
     """Run in a forked child, which may die in any way; what it says at its end is in the folder's ``stderr``.
 
-    Unless it is stopped ``early``, maybe in its first round, it must have left a checkpoint: else nothing would be resumed.
+    Unless it is stopped ``early``, maybe in its first round, it must have left a checkpoint: else nothing is resumed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
