@@ -303,11 +303,22 @@ def _split(
 def _early(graph: fx.Graph, state: set[fx.Node], pure: bool) -> dict[fx.Node, None]:
     """What stays as it is while the state changes in place, in order: views of the state, and constants."""
     early: dict[fx.Node, None] = {}
+    fixed: set[fx.Node] = set()
     for node in graph.nodes:
         looks = node.target in VIEWS and (node.args[0] in state or node.args[0] in early)
-        if looks or (pure and node.target in CONSTANTS and node.meta["val"].is_contiguous()):
+        if pure and _is_fixed(node, fixed):
+            fixed.add(node)
+        if looks or node in fixed:
             early[node] = None
     return early
+
+
+def _is_fixed(node: fx.Node, fixed: set[fx.Node]) -> bool:
+    """Whether a node is a constant, or computed from constants alone."""
+    if node.target in CONSTANTS:
+        return bool(node.meta["val"].is_contiguous())
+    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return bool(node.all_input_nodes) and fixed.issuperset(node.all_input_nodes) and node.op != "output" and not drawn
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -133,11 +133,17 @@ def test_views_of_the_state_and_constants_are_made_once_and_follow_its_changes()
         return [torch.bmm(x, same.transpose(1, 2)) + torch.zeros_like(x).sum() + torch.zeros_like(x).sum()]
 
     made = made_lean(step, w, x, states=1, changes={})
-    assert operations(made.bind) == 2  # one transpose, one constant
-    assert operations(made.run) == 4  # the product, one sum, two additions
+    assert operations(made.bind) == 3  # one transpose, one constant and its sum
+    assert operations(made.run) == 3  # the product, two additions
     bound = made.bind(w)
     w.mul_(2)
     torch.testing.assert_close(made.run(*bound, w, x)[0], step(w, x)[0])
+
+
+def test_what_is_drawn_is_drawn_at_every_step() -> None:
+    x = torch.randn(3)
+    made = made_lean(lambda x: [x + torch.bernoulli(torch.full_like(x, 0.5))], x, states=0, changes={})
+    assert (operations(made.bind), operations(made.run)) == (1, 2)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
