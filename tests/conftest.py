@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+
+# Some virtual machines name AMX among what their processor can do and then kill who uses it. Read when torch is imported.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
