@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-# Some virtual machines name AMX among what their processor can do and then kill who uses it. Read when torch is imported.
+# Some virtual machines name AMX among what their processor can do and kill who uses it. Read when torch is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-import torch  # noqa: E402
+import torch
 
 
 @pytest.fixture(autouse=True)
