@@ -15,6 +15,12 @@ from fl_lightning.methods import IFCA, FedAvg, FedCluster, FeSEM
 from tests.support import blobs, fit, mlp, planted
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs without a logger write where they are started."""
+    monkeypatch.chdir(tmp_path)
+
+
 def fesem() -> FeSEM:
     return FeSEM(mlp(), clusters=2, centres="same", lr=0.3, batch_size=8, engine="stacked")
 
