@@ -31,7 +31,8 @@ class ChannelsLast(TorchFunctionMode):
         """Replace the calls that there is a better way for."""
         kwargs = kwargs or {}
         better = BETTER.get(func)
-        if better is not None and is_functorch_wrapped_tensor(args[0]) and args[0].dim() == 4:
+        image = args[0] if args else kwargs.get("input")
+        if better is not None and is_functorch_wrapped_tensor(image) and image.dim() == 4:
             return better(func, *args, **kwargs)
         return func(*args, **kwargs)
 

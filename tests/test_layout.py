@@ -74,7 +74,7 @@ def test_convolutions(options: dict[str, int], bias: bool) -> None:
 
 
 def test_convolutions_of_one_channel_whose_memory_is_ambiguous() -> None:
-    agree(lambda x, w: F.conv2d(x, w, padding=2), rand(4, 1, 6, 6), rand(5, 1, 5, 5))
+    agree(lambda x, w: F.conv2d(input=x, weight=w, padding=2), rand(4, 1, 6, 6), rand(5, 1, 5, 5))
 
 
 @pytest.mark.parametrize("in_dims", [(None, 0), (0, None)])
