@@ -124,7 +124,7 @@ def test_second_derivatives() -> None:
     x, weight, bias = rand(2, 2, 7, 7), rand(4, 2, 3, 3), rand(4)
 
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.max_pool2d(F.conv2d(x, weight, bias).pow(3), 2).sum()
+        return F.max_pool2d(F.conv2d(x, weight, bias).pow(3), 2).pow(2).sum()
 
     def sharpness(*args: Tensor) -> Tensor:
         return sum(g.pow(2).sum() for g in torch.func.grad(loss, (0, 1, 2))(*args))  # type: ignore[return-value]

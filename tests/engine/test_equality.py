@@ -6,6 +6,7 @@ import copy
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fl_lightning import methods, seeding
 from fl_lightning.engine import Batch, CapturedEngine, captured
 from fl_lightning.engine.compiled import CompiledEngine
+from fl_lightning.engine.schedule import StackSamples
 from fl_lightning.methods import (
     APFL,
     IFCA,
@@ -278,6 +280,27 @@ def test_a_client_trains_the_same_whoever_else_does(engine: str) -> None:
     together = trained(Local, "dropout", sizes=(19, 9, 16, 8), engine=engine)
     own, same = alone.snapshots[0].private, together.snapshots[0].private
     assert largest_difference(own, same) < 1e-9
+
+
+@pytest.mark.parametrize("most", [0, StackSamples.most])
+def test_samples_that_are_kept_for_a_round_are_those_gathered_at_every_step(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Augmented ones are never kept: they change with every epoch."""
+    monkeypatch.setattr(StackSamples, "most", most)
+
+    def noisy(x: Tensor, rng: np.random.Generator) -> Tensor:
+        return x + torch.from_numpy(rng.normal(size=tuple(x.shape))).to(x.dtype)
+
+    maps = torch.stack([torch.randperm(CLASSES, generator=torch.Generator().manual_seed(k)) for k in range(4)])
+    runs = []
+    for options in ({}, {"transform": noisy, "augment": True}, {"label_maps": maps}):
+        for engine in ("sequential", "stacked"):
+            method = FedAvg(mlp(), lr=0.1, epochs=3, batch_size=8, engine=engine)
+            fit(method, blobs((19, 9, 16, 8), **options), rounds=2)
+            runs.append(weights(method))
+    assert all(largest_difference(runs[i], runs[i + 1]) < 1e-9 for i in (0, 2, 4))
+    assert min(largest_difference(runs[0], runs[2]), largest_difference(runs[0], runs[4])) > 1e-3
 
 
 def test_dropout_differs_between_clients_rounds_and_seeds() -> None:
