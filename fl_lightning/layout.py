@@ -3,7 +3,7 @@
 ``torch.vmap`` maps a convolution over clients by making groups of their channels, and max pooling by making samples of
 them. Both then work on small maps that lie apart, with copies in between. With the stack kept as (batch, height, width,
 clients, channels), what convolutions return is what pooling and the next convolution take, as it lies, and PyTorch's
-kernels vectorise over the channels of all clients: small nets train two to four times as fast.
+kernels vectorise over the channels of all clients.
 """
 
 from __future__ import annotations

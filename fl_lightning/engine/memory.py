@@ -17,7 +17,7 @@ def keep_memory() -> bool:
     """Let the C library keep the memory of large tensors for the next ones.
 
     By default glibc asks the system for every block of more than a few hundred kilobytes and gives it back at once. A
-    stack of clients makes dozens of them at every step, and the system clears each page of each: a third of a step.
+    stack of clients makes dozens of them at every step, and the system clears each page of each: time that shows.
 
     Returns:
         Whether it was done; on systems without glibc nothing is changed.
