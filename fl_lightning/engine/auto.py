@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from fl_lightning.engine.base import Engine
+from fl_lightning.engine.base import Engine, steps_left
 from fl_lightning.engine.captured import CapturedEngine
 from fl_lightning.engine.compiled import CompiledEngine
 from fl_lightning.engine.contract import Job, LocalMethod, Result
+from fl_lightning.engine.schedule import batch_sizes
 from fl_lightning.engine.sequential import SequentialEngine
 from fl_lightning.engine.stacked import StackedEngine
 from fl_lightning.federation import Federation
@@ -23,6 +24,8 @@ ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 #: A faster engine must win by this factor; below it the choice would be noise.
 MARGIN = 1.05
+#: Steps of a short and of a long probe: what a round costs at its beginning is told apart from what its steps cost.
+SHORT, LONG = 1, 5
 
 
 class AutoEngine(Engine):
@@ -92,7 +95,7 @@ class AutoEngine(Engine):
             agreed.append(candidate)
         if len(agreed) == 1:
             return sequential.engine, refused
-        name, reason = _fastest(agreed)
+        name, reason = _fastest(agreed, round_steps(method, federation, jobs))
         return ENGINES[name](self.width), reason
 
 
@@ -121,9 +124,9 @@ class Probe:
         return f"{self.engine.name} training differs from sequential training by {difference:.1e}"
 
 
-def _fastest(probes: Sequence[Probe]) -> tuple[str, str]:
-    """The engine that wins by a margin, the simpler one if none does, and why."""
-    seconds = race(probes)
+def _fastest(probes: Sequence[Probe], steps: int) -> tuple[str, str]:
+    """The engine that wins a round of so many steps by a margin, the simpler one if none does, and why."""
+    seconds = race(probes, steps)
     best = 0
     for i in range(1, len(probes)):
         if seconds[best] > MARGIN * seconds[i]:
@@ -136,18 +139,35 @@ def _fastest(probes: Sequence[Probe]) -> tuple[str, str]:
     return probes[best].engine.name, f"{seconds[0] / seconds[best]:.2f} times the speed of sequential training"
 
 
-def race(probes: Sequence[Probe], budget: float = 0.5, repeats: int = 5) -> list[float]:
-    """Seconds that each probe takes at best, taking turns, so that what else the machine does hits all of them."""
-    best = [float("inf")] * len(probes)
+def race(probes: Sequence[Probe], steps: int, budget: float = 0.5, repeats: int = 5) -> list[float]:
+    """Seconds that each probe would take for so many steps of every phase.
+
+    Engines prepare things once a round, such as samples that are seen many times: a probe's time is not in proportion to
+    its steps. Probes take turns, so that what else the machine does hits all of them, and the best time of each counts.
+    """
+    best = [{SHORT: float("inf"), LONG: float("inf")} for _ in probes]
     began = time.perf_counter()
     for _ in range(repeats):
         for i, probe in enumerate(probes):
-            start = time.perf_counter()
-            probe.run(steps=4)
-            best[i] = min(best[i], time.perf_counter() - start)
+            for length, fastest in best[i].items():
+                start = time.perf_counter()
+                probe.run(steps=length)
+                best[i][length] = min(fastest, time.perf_counter() - start)
         if time.perf_counter() - began > budget:
             break
-    return best
+    return [predicted(times[SHORT], times[LONG], steps) for times in best]
+
+
+def predicted(short: float, long: float, steps: int) -> float:
+    """Seconds of so many steps, by those of a short and of a long probe."""
+    return short + max(long - short, 0.0) * max(steps - SHORT, 0) / (LONG - SHORT)
+
+
+def round_steps(method: LocalMethod, federation: Federation, jobs: Sequence[Job]) -> int:
+    """How many steps the largest of these clients takes in the longest phase of a round."""
+    size = max(len(federation.train[job.client]) for job in jobs)
+    full, rest = batch_sizes(size, method.local.batch_size, method.batch_statistics)
+    return max(min(phase.epochs * (full + (rest > 0)), steps_left(phase, 0, None)) for phase in method.phases())
 
 
 def disagreement(left: Sequence[Result], right: Sequence[Result]) -> float:

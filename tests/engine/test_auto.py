@@ -1,0 +1,51 @@
+"""The choice of an engine."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fl_lightning.engine import auto
+from fl_lightning.engine.contract import Job, Phase
+from fl_lightning.methods import FedAvg
+from tests.support import blobs, mlp
+
+
+class _Clock:
+    """Time that passes only when a probe says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def probe(self, name: str, once: float, step: float) -> Any:
+        def run(steps: int) -> None:
+            self.now += once + step * steps
+
+        return SimpleNamespace(engine=SimpleNamespace(name=name), run=run)
+
+
+def test_what_an_engine_does_once_a_round_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that are made ready for a whole round take longer than the few steps of a probe."""
+    clock = _Clock(monkeypatch)
+    probes = [clock.probe("sequential", 0.01, 0.02), clock.probe("captured", 0.06, 0.01)]
+    assert auto.race(probes, steps=500) == pytest.approx([10.01, 5.06])
+    assert auto._fastest(probes, steps=500)[0] == "captured"
+    assert auto._fastest(probes, steps=4)[0] == "sequential"
+    name, reason = auto._fastest(probes, steps=1)
+    assert name == "sequential" and "captured 0.43" in reason
+
+
+def test_a_round_has_the_steps_of_its_largest_client_and_longest_phase() -> None:
+    data = blobs(sizes=(25, 9, 12))
+    data.setup("fit")
+    method = FedAvg(net=mlp(), epochs=4, batch_size=10)
+    jobs = [Job(client, {}) for client in range(3)]
+    phases = [Phase(4, ())]
+    object.__setattr__(method, "phases", lambda: phases)
+    assert auto.round_steps(method, data.federation, jobs) == 4 * 3
+    phases[:] = [Phase(1, ()), Phase(9, (), steps=7)]
+    assert auto.round_steps(method, data.federation, jobs) == 7
