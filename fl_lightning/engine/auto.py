@@ -142,8 +142,8 @@ def _fastest(probes: Sequence[Probe], steps: int) -> tuple[str, str]:
 def race(probes: Sequence[Probe], steps: int, budget: float = 0.5, repeats: int = 5) -> list[float]:
     """Seconds that each probe would take for so many steps of every phase.
 
-    Engines prepare things once a round, such as samples that are seen many times: a probe's time is not in proportion to
-    its steps. Probes take turns, so that what else the machine does hits all of them, and the best time of each counts.
+    Engines prepare things once a round, such as samples that are seen many times, so that a probe's time is not in
+    proportion to its steps. Probes take turns: what else the machine does hits all of them. The best time counts.
     """
     best = [{SHORT: float("inf"), LONG: float("inf")} for _ in probes]
     began = time.perf_counter()

@@ -130,10 +130,15 @@ def invert(
         original = classes
         if federation.label_maps is not None:  # the judge knows the labels of the data, not the client's own
             original = federation.label_maps[client].argsort()[torch.tensor(classes)].tolist()
+        known: list[tuple[Sequence[State], Tensor]] = []
         for view in views:
             for assumption, states in view.observe(run, client, reference).items():
-                rng = seeding.stream(module.seed, "attack.inversion", client=client)
-                found = inversion.reconstruct(module, states, classes, pixels, rng)
+                before = (made for models, made in known if _same(models, states))
+                found = next(before, None)
+                if found is None:
+                    rng = seeding.stream(module.seed, "attack.inversion", client=client)
+                    found = inversion.reconstruct(module, states, classes, pixels, rng)
+                    known.append((states, found))
                 near = means[:, None].expand_as(found)
                 judged = judge.share(found.flatten(0, 1), original, inversion.starts)
                 scores = {
@@ -145,6 +150,14 @@ def invert(
                 rows.append({**how, "client": client, "group": (groups or {}).get(client, ""), **scores})
                 images.append(Reconstructed(client, view.name, assumption, original, found.cpu(), means.cpu()))
     return rows, images
+
+
+def _same(left: Sequence[State], right: Sequence[State]) -> bool:
+    """Whether two adversaries have the same models, of which the same images would be made."""
+    return len(left) == len(right) and all(
+        a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+        for a, b in zip(left, right, strict=True)
+    )
 
 
 def _held(module: FederatedModule, pixels: Pixels, client: int, most: int) -> tuple[list[int], Tensor]:

@@ -36,7 +36,8 @@ def test_what_an_engine_does_once_a_round_counts_once(monkeypatch: pytest.Monkey
     assert auto._fastest(probes, steps=500)[0] == "captured"
     assert auto._fastest(probes, steps=4)[0] == "sequential"
     name, reason = auto._fastest(probes, steps=1)
-    assert name == "sequential" and "captured 0.43" in reason
+    assert name == "sequential"
+    assert "captured 0.43" in reason
 
 
 def test_a_round_has_the_steps_of_its_largest_client_and_longest_phase() -> None:

@@ -11,11 +11,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.callbacks import ModelInversionCallback
+from fl_lightning.callbacks.attacks import ALL_VIEWS, ViewName
 from fl_lightning.datamodules import IID, ConceptShift, TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg
 from fl_lightning.metrics import psnr, ssim, total_variation
 from fl_lightning.nets import MLP
+from fl_lightning.privacy.inversion import Inversion
 from fl_lightning.privacy.judge import Judge
 from fl_lightning.privacy.pixels import Pixels
 from tests.support import fit, largest_difference, trainer, weights
@@ -120,3 +122,25 @@ def test_after_a_test(tmp_path: Path) -> None:
     assert (tmp_path / "attack_inversion.md").exists()
     with pytest.raises(FederationError, match="steps must be 1 or more, not 0"):
         ModelInversionCallback(steps=0)
+
+
+def test_adversaries_with_the_same_model_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedAvg's client has two models, its own and the global one: two reconstructions, whoever asks."""
+    made: list[int] = []
+    reconstruct = Inversion.reconstruct
+    monkeypatch.setattr(Inversion, "reconstruct", lambda *args: (made.append(1), reconstruct(*args))[1])
+
+    def rows(*views: ViewName) -> dict[tuple[str, str], float]:
+        torch.manual_seed(0)
+        callback = ModelInversionCallback(views, 20, 2, judge_epochs=1, clients=1, memory=1, folder=str(tmp_path))
+        method = FedAvg(MLP(SIDE * SIDE, (), 3), lr=0.01, engine="stacked")
+        fit(method, stripes(), 1, callbacks=[callback], precision="32-true")
+        assert callback.report is not None
+        return {(row["view"], row["assumption"]): row["psnr"] for row in callback.report.rows}
+
+    together = rows(*ALL_VIEWS)
+    assert len(made) == 2
+    assert len(together) == 5
+    alone = {key: value for view in ALL_VIEWS for key, value in rows(view).items()}
+    assert together == alone
+    assert len(set(together.values())) == 2
