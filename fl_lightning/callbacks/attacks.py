@@ -145,18 +145,16 @@ class AttackCallback(FederatedCallback):
         """The last report's figures for the tables of ``fl-lightning reproduce``, in their units.
 
         ``<name>_<score>`` is the outsider's plain attack, with the first assumption and the first variant, as papers
-        have it; ``<name>_<score>/<view>`` the strongest of a view; ``<name>_<score>/strongest`` that of all views but
-        the insider's, who is no adversary.
+        have it; ``<name>_<score>/<view>`` the highest that any attack of a view reaches; ``<name>_<score>/strongest``
+        that of all views but the insider's, who is no adversary.
         """
         report = self.report
         if report is None:
             return {}
         plain = next((way for way in report.ways() if way["view"] == "outsider"), None)
         found = {} if plain is None else {"": report.mean(report.select(**plain))}
-        found |= {f"/{view}": report.strongest(view=view) or {} for view in report.views()}
-        outside = [found[f"/{view}"] for view in report.views() if view != "insider"]
-        if outside:
-            found["/strongest"] = max(outside, key=lambda scores: scores[self.by])
+        found |= {f"/{view}": report.best([view]) for view in report.views()}
+        found["/strongest"] = report.best([view for view in report.views() if view != "insider"])
         return {
             f"{self.metric_prefix}_{name}{where}": value if name in ("psnr", "ssim") else 100 * value
             for where, scores in found.items()

@@ -13,8 +13,9 @@ HEAD = """# Results
 Published tables beside what this library measured, written by `fl-lightning reproduce` from the files in `results/`.
 Nothing here was typed in. "Paper" is the published value, "-" where the paper has none; "measured" is the mean over
 seeds with the sample standard deviation, of the final round. Accuracies and gaps in percent, variances in percent²,
-PSNR in dB, sizes in bytes. Attacks (mia: membership inference) are those of the named view, the strongest that it
-allows; without a view, the outsider's plain one, as the papers have it. Views and attacks: [privacy](privacy.md).
+PSNR in dB, sizes in bytes. Attacks (mia: membership inference) are those of the named view, each figure the highest
+that any of them reaches; without a view, the outsider's plain one, as the papers have it. Views and attacks:
+[privacy](privacy.md).
 
 To measure a table again: `fl-lightning reproduce TABLE --seeds 0 1 2 --jobs 2`.
 """

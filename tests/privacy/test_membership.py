@@ -51,6 +51,11 @@ def test_an_overfitted_target_is_found_out() -> None:
     assert metrics["mia_accuracy"] == pytest.approx(100 * plain["accuracy"])
     best = max(report.mean(report.select(**w))["auroc"] for w in report.ways() if w["view"] != "insider")
     assert metrics["mia_auroc/strongest"] == pytest.approx(100 * best)
+    for view in report.views():  # by every score the attack that is best by it
+        for score in ("accuracy", "f1", "auroc", "tpr_at_1"):
+            means = [report.mean(report.select(**way))[score] for way in report.ways() if way["view"] == view]
+            assert metrics[f"mia_{score}/{view}"] == pytest.approx(100 * max(means))
+    assert metrics["mia_accuracy/outsider"] >= metrics["mia_accuracy"]
 
 
 def test_an_untrained_target_gives_chance() -> None:
