@@ -132,8 +132,8 @@ def studies(name: str) -> list[dict[str, str]]:
 
 
 def line_name(cell: Cell) -> str:
-    """A cell's method, with what tells it from others of the same method on the same data."""
-    more = [f"{k} = {v}" for k, v in cell.items() if k not in (*_NOT_OF_THE_RUN, *_PLAIN)]
+    """A cell's method, with what tells its run from others of the same method on the same data."""
+    more = [f"{k} = {v}" for k, v in cell.items() if k not in (*_NOT_OF_THE_RUN, *_PLAIN, "view")]
     return " ".join([cell["method"], *more])
 
 

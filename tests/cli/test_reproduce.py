@@ -13,7 +13,7 @@ from fl_lightning.cli import cells, figures, main, reproduce
 from fl_lightning.cli import tables as tables_module
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.cli.records import Records
-from fl_lightning.cli.tables import config_hash, config_of, select, table, tables
+from fl_lightning.cli.tables import config_hash, config_of, line_name, scale_of, select, table, tables
 from fl_lightning.errors import FederationError
 
 TINY: dict[str, Any] = {
@@ -80,6 +80,16 @@ def test_one_run_serves_all_cells_that_ask_for_it() -> None:
     accuracy = select(table("waffle_factor_journal/table2"), {"dataset": "mnist", "partition": "multimodal_Z2"})
     groups = select(table("waffle_factor_journal/table1"), {"dataset": "mnist"})
     assert {config_hash(config_of(c)) for c in accuracy} == {config_hash(config_of(c)) for c in groups}
+
+
+def test_one_run_is_one_line_of_a_picture() -> None:
+    """An attack's views are figures of one run."""
+    for name in ("waffle_factor_journal/table3", "waffle_factor_journal/table4", "fl_lightning/privacy"):
+        lines: dict[str, set[str]] = {}
+        for cell in table(name):
+            if cell["metric"] != "parameters":
+                lines.setdefault(config_hash(config_of(cell)), set()).add(line_name(cell))
+        assert {len(names) for names in lines.values()} == {1}, name
 
 
 def test_alice_alone_is_evaluated_and_smaller_scales_are_said() -> None:
@@ -221,10 +231,14 @@ def test_the_settings_of_the_parameter_selection_paper_reach_the_run() -> None:
     for cell in found:
         config = config_of(cell)
         options = config["model"]["init_args"]
-        assert settings.items() <= options.items()
+        depth = cell["table"] == "Table 3"  # two cores train deep nets for one epoch
+        assert (settings | {"epochs": 1 if depth else 5}).items() <= options.items()
         assert options["net"]["class_path"] == f"fl_lightning.nets.{nets[cell['model']]}"
         assert options.get("p") == cell.get("p")
-        assert config["trainer"]["max_epochs"] == (100 if cell["dataset"] == "cifar10" else 60)
+        large = cell["dataset"] == "cifar10"
+        assert config["trainer"]["max_epochs"] == (10 if large else 60)
+        assert config["data"]["init_args"].get("limit") == (2500 if depth else 5000 if large else None)
+        assert (scale_of(cell) is not None) == large
         assert config["data"]["init_args"]["fraction"] == 1.0
     assert len({config_hash(config_of(cell)) for cell in found}) == 12 + 3 + 9 + 16
     chosen = [cell for cell in found if cell.get("p") == "auto"]
