@@ -258,6 +258,18 @@ class FederatedModule(LightningModule):
         """The model of a client with the shared entries of ``state`` and these private ones."""
         return {**state, **{name: value for name, value in private.items() if name in state}}
 
+    def betrayed(self, received: State, message: State) -> State:
+        """Private entries that show in how a client changed what it received; none unless a method says so.
+
+        Whoever has the private entries of clients used in the training of shared ones should ask what the difference of
+        the two messages tells of them, and say it here, so that attacks know.
+
+        Args:
+            received: what the client was sent.
+            message: what it sent back.
+        """
+        return {}
+
     # ---- what a method may use ------------------------------------------------------------------------------
 
     def call(self, state: State, x: Tensor, noise: State | None = None, training: bool = True) -> tuple[Tensor, State]:

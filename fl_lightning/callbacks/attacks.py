@@ -76,7 +76,7 @@ class AttackCallback(FederatedCallback):
         #: Told how many targets of how many an attack is through with.
         self.watch: Callable[[int, int], None] | None = None
         self._initial: FederatedModule | None = None
-        self._heard: dict[int, list[State]] = {}
+        self._heard: dict[int, list[tuple[State, State]]] = {}
 
     @abstractmethod
     def strike(self, trainer: Trainer, run: Run) -> list[dict[str, Any]]:
@@ -98,6 +98,10 @@ class AttackCallback(FederatedCallback):
         self.wire = Wire(self.clients, self.memory)
         self._initial = copy.deepcopy(pl_module)
         self._groups = client_groups(pl_module.federation, self.group)
+
+    def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
+        """Listen."""
+        self.wire.hand(client, message)
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
         """Listen."""
@@ -128,17 +132,21 @@ class AttackCallback(FederatedCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """What was heard so far, so that a resumed run's attack is that of one never stopped."""
-        return {"sent": {client: list(messages) for client, messages in self.wire.sent.items()}}
+        kept = {"sent": self.wire.sent, "received": self.wire.received}
+        return {name: {client: list(heard) for client, heard in found.items()} for name, found in kept.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self._heard = state_dict["sent"]
+        sent, received = state_dict["sent"], state_dict["received"]
+        self._heard = {client: list(zip(received[client], messages, strict=True)) for client, messages in sent.items()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up what a checkpoint had heard, on the module's device."""
-        for client, messages in self._heard.items():
-            for message in messages:
-                self.wire.note(client, {name: value.to(pl_module.device) for name, value in message.items()})
+        for client, exchanged in self._heard.items():
+            for messages in exchanged:
+                down, up = ({name: value.to(pl_module.device) for name, value in one.items()} for one in messages)
+                self.wire.hand(client, down)
+                self.wire.note(client, up)
         self._heard = {}
 
     def run_metrics(self) -> dict[str, float]:

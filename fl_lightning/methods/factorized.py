@@ -218,6 +218,23 @@ class FactorizedModule(FederatedModule, ABC):
         known = set(self.own_names) <= private.keys()
         return super().assume(state, private) | (self._masks(private, 0) if known else {})
 
+    def betrayed(self, received: State, message: State) -> State:
+        """The masks, read off the factors: those that a client uses move, those that it does not use stay.
+
+        The gradient of a left factor wa_k is b_k r_k times a vector that wb_k enters, and that of a right factor has
+        wa_k in its place. How far both moved, over the strength and the size of the other, is therefore in proportion
+        to b_k, but for the direction of the gradient; factors that moved further than average are taken to be used.
+        """
+        masks: State = {}
+        for layer in self.factors:
+            left, right, strength = (received[f"{layer}.{part}"] for part in ("wa", "wb", "r"))
+            by_left = _sizes((message[f"{layer}.wa"] - left).T) / _sizes(right)
+            by_right = _sizes(message[f"{layer}.wb"] - right) / _sizes(left.T)
+            moved = ((by_left * by_right).sqrt() / strength.abs()).nan_to_num(0.0, 0.0)
+            usual = moved[moved >= moved.mean()].mean()
+            masks[f"{layer}.mask"] = (moved / usual).clamp(max=1.0) if usual > 0 else torch.ones_like(moved)
+        return masks
+
     def prepare_evaluation(self, clients: Sequence[int]) -> None:
         """Adapt those of the clients that never trained, all together; kept until the dictionary changes."""
         if not self._adapts:
@@ -306,3 +323,8 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
 
 def _generator(rng: np.random.Generator) -> torch.Generator:
     return torch.Generator().manual_seed(int(rng.integers(2**31)))
+
+
+def _sizes(factors: Tensor) -> Tensor:
+    """The norm of every factor, shape (F,)."""
+    return factors.flatten(1).square().sum(1).sqrt()

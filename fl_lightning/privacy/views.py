@@ -3,7 +3,7 @@
 A view turns a run into candidates, by the assumption that the adversary makes of what it does not see: each is a list
 of models (states of the net), one for every message it has. An attack is carried out with all of them, and the
 strongest counts. Views use only the contract of :class:`~fl_lightning.module.FederatedModule`: ``revealed``,
-``assumptions``, ``private_start`` and ``assume``.
+``assumptions``, ``private_start``, ``assume`` and ``betrayed``.
 """
 
 from __future__ import annotations
@@ -58,14 +58,21 @@ class Outsider(View):
 
 
 class Server(View):
-    """Honest but curious: has every message; of these the last few (``memory``) are used."""
+    """Honest but curious: has every message, up and down; of these the last few (``memory``) are used."""
 
     name = "server"
-    sees = "every up message of the client, the last ones of which are used together"
+    sees = "every message to and from the client, the last ones of which are used together"
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """All messages, completed in every way."""
-        return _completed(run, client, Outsider.name, _revealed(run, client), reference)
+        """All messages, completed in every way, and by the traces that private entries leave in the shared ones."""
+        seen = _revealed(run, client)
+        found = _completed(run, client, Outsider.name, seen, reference)
+        exchanged = run.wire.exchanged(client)
+        betrayed = [run.module.betrayed(received, sent) if received else {} for received, sent in exchanged]
+        if betrayed and all(betrayed):
+            bare = ({**run.module.server_state(), **one} for one in seen)
+            found["traces"] = [run.module.assume(*each) for each in zip(bare, betrayed, strict=True)]
+        return found
 
 
 class OtherClient(View):
@@ -115,8 +122,7 @@ def make_views(names: Sequence[str]) -> list[View]:
 
 def _revealed(run: Run, client: int) -> list[State]:
     """What the client's messages tell of the net; none where nothing is sent."""
-    messages = [message for message in run.wire.sent[client] if message]
-    told = [run.module.revealed(message) for message in messages]
+    told = [run.module.revealed(message) for _, message in run.wire.exchanged(client)]
     if any(not one for one in told):
         kind = type(run.module).__name__
         raise FederationError(f"The messages of {kind} name no entry of the net: {kind}.revealed must translate them.")

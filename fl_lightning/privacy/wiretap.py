@@ -30,14 +30,27 @@ class Wire:
     memory: int = 3
     #: Up messages by client, the last one at the end, and the client heard last at the end.
     sent: dict[int, deque[State]] = field(default_factory=dict)
+    #: What the client had received before each of them; empty where that was not heard.
+    received: dict[int, deque[State]] = field(default_factory=dict)
+    _down: dict[int, State] = field(default_factory=dict)
+
+    def hand(self, client: int, message: State) -> None:
+        """Hear a down message, which the client's next up message answers."""
+        self._down[client] = message
 
     def note(self, client: int, message: State) -> None:
         """Keep a copy of an up message, and forget the client that was silent for longest if there are too many."""
-        kept = self.sent.pop(client, deque(maxlen=self.memory))
-        kept.append({name: value.detach().clone() for name, value in message.items()})
-        self.sent[client] = kept
-        if self.clients is not None and len(self.sent) > self.clients:
-            del self.sent[next(iter(self.sent))]
+        for kept, heard in ((self.sent, message), (self.received, self._down.pop(client, {}))):
+            messages = kept.pop(client, deque(maxlen=self.memory))
+            messages.append({name: value.detach().clone() for name, value in heard.items()})
+            kept[client] = messages
+            if self.clients is not None and len(kept) > self.clients:
+                del kept[next(iter(kept))]
+
+    def exchanged(self, client: int) -> list[tuple[State, State]]:
+        """What a client received and what it answered, where it answered at all, the last at the end."""
+        both = zip(self.received[client], self.sent[client], strict=True)
+        return [(received, sent) for received, sent in both if sent]
 
 
 @dataclass
@@ -74,7 +87,7 @@ class Run:
 
 
 class Wiretap(Callback):
-    """Listens to the up messages of a run.
+    """Listens to the messages of a run.
 
     Args:
         wire: where they are kept.
@@ -82,6 +95,10 @@ class Wiretap(Callback):
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
+
+    def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
+        """Hear what a client is given."""
+        self.wire.hand(client, message)
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
         """Keep what crosses."""
@@ -117,6 +134,7 @@ def intercept(
                 message = Message(job.client, sent, len(module.federation.train[job.client]))
                 if protect is not None:
                     protect(received[job.client], message)
+                run.wire.hand(job.client, received[job.client])
                 run.wire.note(job.client, message.tensors)
                 run.private[job.client] = {name: value.detach().clone() for name, value in kept.items()}
     return run

@@ -67,6 +67,40 @@ def test_waffle_hides_the_selection_and_nothing_else() -> None:
     assert torch.equal(insider["fc1.wa"], sent["fc1.wa"])
 
 
+def test_factors_that_moved_betray_the_selection_by_hand() -> None:
+    """Left and right factors that move by 0, half and all of their step have masks of 0, half and 1."""
+    method = WAFFLe(mlp(), **{**WAFFLE, "factors": {"fc1": 4}})
+    received = {name: value.double() for name, value in weights(method).items() if not name.endswith("mask")}
+    left, right = torch.full((16, 4), 2.0).double(), torch.full((4, 20), 0.5).double()
+    strength = torch.tensor([1.0, 1.0, -1.0, 2.0]).double()
+    received |= {"fc1.wa": left, "fc1.wb": right, "fc1.r": strength}
+    used = torch.tensor([0.0, 0.5, 1.0, 1.0]).double()
+    message = {**received, "fc1.wa": left + used * strength * 0.1, "fc1.wb": right - (used * strength)[:, None] * 0.3}
+    torch.testing.assert_close(method.betrayed(received, message)["fc1.mask"], used)
+    assert torch.equal(method.betrayed(received, received)["fc1.mask"], torch.ones(4).double())
+
+
+def test_the_server_reads_the_selection_off_an_update() -> None:
+    """What the client used changed; nobody but the server has what it received as well as what it sent."""
+    method = WAFFLe(mlp(), **{**WAFFLE, "factors": {"fc1": 24}, "epochs": 4, "vi_lr_mult": 3000.0})
+    run = tapped(method, rounds=3, memory=1)
+    assert all("traces" not in VIEWS[name]().observe(run, 0, reference(run)) for name in VIEWS if name != "server")
+    off: dict[str, list[float]] = {}
+    agreement: list[float] = []
+    for client in run.clients:
+        server = VIEWS["server"]().observe(run, client)
+        true = torch.sigmoid(run.private[client]["fc1.logits"])
+        (traces,) = server["traces"]
+        assert torch.equal(traces["fc1.wa"], run.wire.sent[client][-1]["fc1.wa"])
+        agreement.append(float(torch.corrcoef(torch.stack([traces["fc1.mask"], true]))[0, 1]))
+        for name, states in server.items():
+            off.setdefault(name, []).append(float((states[0]["fc1.mask"] - true).abs().mean()))
+    assert sum(agreement) / len(agreement) > 0.8
+    assert sum(off["traces"]) < 0.7 * min(sum(off["ones"]), sum(off["prior_mean"]))
+    again = intercept(method, [1])
+    assert "traces" in VIEWS["server"]().observe(again, 1)
+
+
 def test_the_guess_depends_on_the_adversarys_data_alone() -> None:
     """The true selection plays no part in it: with other private entries the guess is the same."""
     method = WAFFLe(mlp(), **WAFFLE)
@@ -168,5 +202,8 @@ def test_unknown_views_are_refused() -> None:
 def test_the_wire_keeps_those_heard_last() -> None:
     wire = Wire(clients=2, memory=2)
     for number, client in enumerate((0, 1, 0, 0, 2, 0)):
+        if number != 3:
+            wire.hand(client, {"w": torch.tensor(number - 1)})
         wire.note(client, {"w": torch.tensor(number)})
     assert {c: [int(m["w"]) for m in messages] for c, messages in wire.sent.items()} == {2: [4], 0: [3, 5]}
+    assert {c: [down.get("w") for down, _ in wire.exchanged(c)] for c in wire.sent} == {2: [3], 0: [None, 4]}
