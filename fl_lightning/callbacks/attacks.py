@@ -153,20 +153,23 @@ class AttackCallback(FederatedCallback):
         """The last report's figures for the tables of ``fl-lightning reproduce``, in their units.
 
         ``<name>_<score>`` is the outsider's plain attack, with the first assumption and the first variant, as papers
-        have it; ``<name>_<score>/<view>`` the highest that any attack of a view reaches; ``<name>_<score>/strongest``
-        that of all views but the insider's, who is no adversary.
+        have it; ``<name>_<score>/<view>`` the highest that any attack of a view reaches, and
+        ``<name>_<score>/<view>/<assumption>`` with one assumption; ``<name>_<score>/strongest`` that of all views but
+        the insider's, who is no adversary.
         """
         report = self.report
         if report is None:
             return {}
-        plain = next((way for way in report.ways() if way["view"] == "outsider"), None)
-        found = {} if plain is None else {"": report.mean(report.select(**plain))}
-        found |= {f"/{view}": report.best([view]) for view in report.views()}
-        found["/strongest"] = report.best([view for view in report.views() if view != "insider"])
+        ways: dict[str, list[dict[str, str]]] = {"": [way for way in report.ways() if way["view"] == "outsider"][:1]}
+        for way in report.ways():
+            view = way["view"]
+            outside = ["/strongest"] if view != "insider" else []
+            for where in (f"/{view}", f"/{view}/{way['assumption']}", *outside):
+                ways.setdefault(where, []).append(way)
         return {
             f"{self.metric_prefix}_{name}{where}": value if name in ("psnr", "ssim") else 100 * value
-            for where, scores in found.items()
-            for name, value in scores.items()
+            for where, chosen in ways.items()
+            for name, value in report.best(chosen).items()
             if isinstance(value, float) and not math.isnan(value)
         }
 

@@ -57,9 +57,9 @@ class Report:
         found: list[dict[str, Any]] = [{**way, **self.mean(self.select(**way))} for way in ways]
         return max(found, key=lambda one: _sortable(one[self.by]), default=None)
 
-    def best(self, views: Sequence[str]) -> dict[str, float]:
-        """The highest mean over clients of every score, each by whichever attack of these views comes highest in it."""
-        means = [self.mean(self.select(**way)) for way in self.ways() if way["view"] in views]
+    def best(self, ways: Sequence[dict[str, str]]) -> dict[str, float]:
+        """The highest mean over clients of every score, each in whichever of these ways to attack it is highest."""
+        means = [self.mean(self.select(**way)) for way in ways]
         return {name: max((one[name] for one in means), key=_sortable) for name in (means[0] if means else ())}
 
     def views(self) -> list[str]:

@@ -55,7 +55,8 @@ def test_an_overfitted_target_is_found_out() -> None:
         for score in ("accuracy", "f1", "auroc", "tpr_at_1"):
             means = [report.mean(report.select(**way))[score] for way in report.ways() if way["view"] == view]
             assert metrics[f"mia_{score}/{view}"] == pytest.approx(100 * max(means))
-    assert metrics["mia_accuracy/outsider"] >= metrics["mia_accuracy"]
+    assert metrics["mia_accuracy/outsider"] == metrics["mia_accuracy/outsider/seen"] >= metrics["mia_accuracy"]
+    assert metrics["mia_auroc/insider/own"] <= metrics["mia_auroc/insider"]
 
 
 def test_an_untrained_target_gives_chance() -> None:
