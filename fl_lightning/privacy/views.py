@@ -95,10 +95,10 @@ class OtherClient(View):
 
 
 class Insider(View):
-    """Has the client's private state as well: no adversary, but the upper bound of all."""
+    """Has the private state as well: no adversary, but the bound of what one message can tell (the server has several)."""
 
     name = "insider"
-    sees = "the client's last up message and its private state: an upper bound"
+    sees = "the client's last up message and its private state: a bound of what one message can tell"
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
         """The model that the client trained, and the one that it is evaluated with."""
