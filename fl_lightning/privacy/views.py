@@ -95,7 +95,7 @@ class OtherClient(View):
 
 
 class Insider(View):
-    """Has the private state as well: no adversary, but the bound of what one message can tell (the server has several)."""
+    """Has the private state as well: no adversary, but a bound of what one message can tell; servers have several."""
 
     name = "insider"
     sees = "the client's last up message and its private state: a bound of what one message can tell"
