@@ -102,7 +102,7 @@ def best_threshold(scores: Tensor, members: Tensor) -> float:
 
 
 def membership_summary(scores: Tensor, members: Tensor, threshold: float = 0.5) -> dict[str, Tensor]:
-    """All measures by name, as fractions.
+    """All measures by name, as fractions; all NaN if a score is, since an attack without an answer is none.
 
     Args:
         scores: higher means member, shape (n,).
@@ -114,13 +114,15 @@ def membership_summary(scores: Tensor, members: Tensor, threshold: float = 0.5) 
         >>> {name: round(float(value), 2) for name, value in found.items()}
         {'accuracy': 0.33, 'f1': 0.5, 'auroc': 0.5, 'best_accuracy': 0.75, 'tpr_at_1': 0.5, 'tpr_at_01': 0.5}
     """
-    return {
+    measures = {
         "accuracy": attack_accuracy(scores, members, threshold),
         "f1": attack_f1(scores, members, threshold),
         "auroc": attack_auroc(scores, members),
         "best_accuracy": best_accuracy(scores, members),
         **{name: tpr_at_fpr(scores, members, rate) for name, rate in FALSE_ALARMS.items()},
     }
+    lost = bool(scores.isnan().any())
+    return {name: torch.full_like(value, torch.nan) for name, value in measures.items()} if lost else measures
 
 
 class MembershipAttack(Metric):

@@ -17,7 +17,7 @@ from fl_lightning.federation import Federation
 from fl_lightning.methods.adaptation import Fitting, fit_entries
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.wiretap import Run
-from fl_lightning.wire import State
+from fl_lightning.wire import State, is_finite
 
 #: Candidates by assumption.
 Candidates = dict[str, list[State]]
@@ -144,6 +144,7 @@ def _completed(run: Run, client: int, key: str, seen: list[State], reference: Fe
 
 
 def _guess(module: FederatedModule, state: State, reference: Federation) -> State:
-    """Fit the private entries to the adversary's data, on the entries it has seen."""
+    """Fit the private entries to the adversary's data, on the entries it has seen; as at first where that diverges."""
     start = module.private_start()
-    return fit_entries(Fitting(module, tuple(start), GUESS_EPOCHS), reference, [0], {**state, **start})[0]
+    found = fit_entries(Fitting(module, tuple(start), GUESS_EPOCHS), reference, [0], {**state, **start})[0]
+    return found if is_finite(found) else start

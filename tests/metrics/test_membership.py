@@ -56,3 +56,10 @@ def test_metric_adds_up() -> None:
     for part in torch.split(torch.arange(50), 7):
         metric.update(scores[part], members[part])
     assert metric.compute() == membership_summary(scores, members, 0.4)
+
+
+def test_scores_that_are_no_numbers_are_no_attack() -> None:
+    members = torch.tensor([True, True, False])
+    lost = membership_summary(torch.tensor([0.9, torch.nan, 0.1]), members)
+    assert all(value.isnan() for value in lost.values())
+    assert lost.keys() == membership_summary(torch.tensor([0.9, 0.2, 0.1]), members).keys()

@@ -116,6 +116,14 @@ def test_the_guess_depends_on_the_adversarys_data_alone() -> None:
     assert largest_difference(first, other) > 0
 
 
+def test_a_guess_that_diverges_is_the_start() -> None:
+    method = WAFFLeL1(mlp(), factors={"fc1": 6}, lr=0.1)
+    run = tapped(method)
+    method.score_lr_mult = 1e300
+    (guess,) = VIEWS["outsider"]().observe(run, 0, reference(run))["guess"]
+    assert torch.equal(guess["fc1.mask"], torch.ones(6).double())
+
+
 @pytest.mark.parametrize(("kind", "private"), [(FedPer, "head.weight"), (LGFedAvg, "fc1.weight")])
 def test_private_layers_are_initial_or_guessed(kind: type[FederatedModule], private: str) -> None:
     method = kind(mlp(), lr=0.1)
