@@ -119,7 +119,7 @@ def test_the_guess_depends_on_the_adversarys_data_alone() -> None:
 def test_a_guess_that_diverges_is_the_start() -> None:
     method = WAFFLeL1(mlp(), factors={"fc1": 6}, lr=0.1)
     run = tapped(method)
-    method.score_lr_mult = 1e300
+    method.score_lr_mult = float("inf")
     (guess,) = VIEWS["outsider"]().observe(run, 0, reference(run))["guess"]
     assert torch.equal(guess["fc1.mask"], torch.ones(6).double())
 
