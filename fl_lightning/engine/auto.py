@@ -78,7 +78,7 @@ class AutoEngine(Engine):
         self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int
     ) -> tuple[Engine, str]:
         def probe(name: str) -> Probe:
-            return Probe(ENGINES[name](self.width), method, federation, jobs, round)
+            return Probe(ENGINES[name](self.width), method, federation, jobs[: self.width], round)
 
         sequential = probe("sequential")
         if len(jobs) == 1:
@@ -143,17 +143,18 @@ def race(probes: Sequence[Probe], steps: int, budget: float = 0.5, repeats: int 
     """Seconds that each probe would take for so many steps of every phase.
 
     Engines prepare things once a round, such as samples that are seen many times, so that a probe's time is not in
-    proportion to its steps. Probes take turns: what else the machine does hits all of them. The best time counts.
+    proportion to its steps. Probes take turns, at least twice: what else the machine does hits all of them. The best
+    time counts.
     """
     best = [{SHORT: float("inf"), LONG: float("inf")} for _ in probes]
     began = time.perf_counter()
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for i, probe in enumerate(probes):
             for length, fastest in best[i].items():
                 start = time.perf_counter()
                 probe.run(steps=length)
                 best[i][length] = min(fastest, time.perf_counter() - start)
-        if time.perf_counter() - began > budget:
+        if repeat > 0 and time.perf_counter() - began > budget:
             break
     return [predicted(times[SHORT], times[LONG], steps) for times in best]
 
