@@ -69,6 +69,10 @@ class ParameterBiasCallback(CentralCallback):
         self.bias["all"] = float(torch.cat([v for values in parts.values() for v in values]).mean())
         self._write(trainer, parts)
 
+    def run_metrics(self) -> dict[str, float]:
+        """The errors over all layers, for a table of results."""
+        return {f"bias/{statistic}": value for statistic, value in self.bias.items()}
+
     def _write(self, trainer: Trainer, parts: dict[str, list[Tensor]]) -> None:
         path = self.out(trainer) / "parameter_bias.csv"
         with path.open("w", newline="", encoding="utf-8") as file:

@@ -23,6 +23,7 @@ from fl_lightning.wire import State
 DIMENSIONS, PERPLEXITY = 50, 30.0
 #: How often draws are compared with the clients' vectors, each time as many as there are clients.
 REPETITIONS = 40
+PICTURE = "inferred_distribution.png"
 
 
 class InferredDistributionCallback(CentralCallback):
@@ -79,10 +80,14 @@ class InferredDistributionCallback(CentralCallback):
         points = embed(torch.cat([b, a]))
         panels["inferred (dots) and clients (crosses)"] = (points, torch.cat([classes[rows], classes]), len(a))
         folder = self.out(trainer)
-        picture(panels, folder / "inferred_distribution.png")
+        picture(panels, folder / PICTURE)
         told = {"two_sample_score": self.score, "clients": len(a), "draws": self.number}
         (folder / "inferred_distribution.json").write_text(json.dumps(told, indent=1) + "\n")
-        rank_zero_info(f"Two-sample score {self.score:.3f}: {folder / 'inferred_distribution.png'}")
+        rank_zero_info(f"Two-sample score {self.score:.3f}: {folder / PICTURE}")
+
+    def run_metrics(self) -> dict[str, float]:
+        """The score, for a table of results."""
+        return {"two_sample_score": self.score}
 
 
 def nearest_neighbour_accuracy(a: Tensor, b: Tensor) -> float:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from fl_lightning.callbacks.agents import WeighsAgents, local_since
 from fl_lightning.cli.tables import Config, config_hash
 from fl_lightning.errors import FederationError
 from fl_lightning.metrics.fairness import scored
@@ -117,7 +118,8 @@ def run_cell(root: Path, config: Config, seed: int, threads: int = 1) -> dict[st
         threads: threads of this run.
 
     Returns:
-        Final metrics in the papers' units (percent), accuracy by round, seconds and the engine that was used.
+        Final metrics in the papers' units (percent), accuracy by round, seconds and the engine that was used; by round
+        the weights of all agents for the first agent of interest, if there is one.
     """
     done = cached(root, config, seed)
     if done is not None:
@@ -184,7 +186,14 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
         metrics["gap"] = final["majority"] - final["minority"]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         metrics |= callback.run_metrics() if hasattr(callback, "run_metrics") else {}
+    more: dict[str, Any] = {}
+    if isinstance(module, WeighsAgents):
+        weights = module.weight_history()[:, 0].cpu()
+        since = local_since(weights, module.agents[0])
+        metrics |= {} if since is None else {"local_since": since}
+        more["weights"] = [[round(weight, 4) for weight in by_client] for by_client in weights.tolist()]
     return {
+        **more,
         "metrics": metrics,
         "rounds": len(curve),
         "seconds": round(recorder.elapsed(), 1),

@@ -59,6 +59,56 @@ def by_time(runs: Mapping[str, Runs], path: Path, title: str, name: str) -> None
     _picture(draw, path)
 
 
+def spent(runs: Mapping[str, Runs], path: Path, title: str) -> None:
+    """Seconds of a round that clients and server take, the mean over rounds, one bar per method."""
+
+    def draw(axes: Any) -> None:
+        left = np.zeros(len(runs))
+        for part, (colour, _) in zip(("clients", "server"), STYLES, strict=False):
+            mean = np.array([np.mean([result["times"][part] for result in results]) for results in runs.values()])
+            axes.barh(list(runs), mean, left=left, color=colour, label=part)
+            left += mean
+        axes.invert_yaxis()
+        axes.set(xlabel="seconds a round", title=title)
+
+    _picture(draw, path)
+
+
+def logged(runs: Mapping[str, Runs], path: Path, title: str, names: Sequence[str]) -> None:
+    """What methods log of a round, one panel for each of the names, averaged over seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(names), 3), layout="constrained")
+    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
+        for (colour, line), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
+            mean = _mean(results, name)
+            axes.plot(range(1, len(mean) + 1), mean, color=colour, linestyle=line, label=method)
+        axes.set(xlabel="round", ylabel=name)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+def agents(runs: Mapping[str, Runs], path: Path, title: str) -> None:
+    """Every agent's weight for agent 0 by round, of each method's first seed (figure 3 of the WAFFLE paper)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(runs), 3.2), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(runs), sharey=True))
+    for axes, (method, results) in zip(panels, runs.items(), strict=True):
+        weights = np.array(results[0]["weights"])
+        for client, line in enumerate(weights.T):
+            own = {"color": "black", "linewidth": 2.5} if client == 0 else {"linewidth": 1.0}
+            axes.plot(range(1, len(line) + 1), line, label=str(client), **own)
+        axes.set(xlabel="round", title=method)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("weight")
+    panels[-1].legend(fontsize="x-small", title="agent", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
 def sub_populations(runs: Mapping[str, Runs], path: Path, title: str) -> None:
     """Accuracy of majority (thin) and minority (thick) by round (the papers' figure 5)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -15,6 +16,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.callbacks.inferred import PICTURE as INFERRED
 from fl_lightning.cli import figures
 from fl_lightning.cli.cells import folder_of, progress_of, run_cell
 from fl_lightning.cli.parsing import FederatedArgumentParser
@@ -39,6 +41,8 @@ from fl_lightning.errors import FederationError
 from fl_lightning.view import View
 
 Measured = dict[str, Any]
+#: What FedDAF says of its weights in a round: the largest, and how many clients count.
+FUSION = ("fusion/largest", "fusion/effective")
 
 
 def build_parser() -> FederatedArgumentParser:
@@ -205,20 +209,23 @@ def draw(records: Records, name: str, cells: list[Cell], seeds: list[int], round
     for cell in table(name):
         nets.setdefault((cell["dataset"], cell["partition"]), set()).add(cell.get("model"))
     varied = [study["x"] for study in studies(name)]
+    folder.mkdir(parents=True, exist_ok=True)
     asked = {_about(cell, nets): run_metric(cell) == "best_acc" for cell in reversed(cells)}
     for cell in [cell for cell in table(name) if cell["metric"] != "parameters" and _about(cell, nets) in asked]:
         plain = not any(key in cell for key in ("E", "F", "l1_weight", *varied))
         results = _finished(records, cell, seeds, rounds)
         if plain and results:
             groups.setdefault(_about(cell, nets), {})[line_name(cell)] = results
-            saved = folder_of(records.runs, _config(cell, rounds), seeds[0]) / "inversion.pt"
-            if saved.exists():
-                images.setdefault(_about(cell, nets), {})[line_name(cell)] = torch.load(saved, weights_only=True)
-    folder.mkdir(parents=True, exist_ok=True)
+            own = folder_of(records.runs, _config(cell, rounds), seeds[0])
+            if (own / "inversion.pt").exists():
+                found = torch.load(own / "inversion.pt", weights_only=True)
+                images.setdefault(_about(cell, nets), {})[line_name(cell)] = found
+            if (own / INFERRED).exists():
+                shutil.copy(own / INFERRED, folder / f"{_stem(name, _about(cell, nets))}-inferred.png")
     for study in studies(name):
         draw_study(records, name, study, seeds, rounds, folder)
     for about, runs in groups.items():
-        stem = f"results-{'-'.join([name.replace('/', '-'), *about])}".replace("*", "-star")
+        stem = _stem(name, about)
         title = ", ".join(about)
         every = [result for results in runs.values() for result in results]
         if all(result["rounds"] > 1 for result in every):
@@ -230,9 +237,21 @@ def draw(records: Records, name: str, cells: list[Cell], seeds: list[int], round
         if accuracy_of(name) == "global_test_acc":
             figures.losses(runs, folder / f"{stem}-loss.png", title)
             figures.by_time(runs, folder / f"{stem}-time.png", title, accuracy_of(name))
+            figures.spent(runs, folder / f"{stem}-seconds.png", title)
+        fused = {method: results for method, results in runs.items() if FUSION[0] in results[0]["curves"]}
+        if fused:
+            figures.logged(fused, folder / f"{stem}-fusion.png", title, FUSION)
+        weighing = {method: results for method, results in runs.items() if "weights" in results[0]}
+        if weighing:
+            figures.agents(weighing, folder / f"{stem}-weights.png", title)
         if all("minority" in result["curves"] for result in every):
             figures.sub_populations(runs, folder / f"{stem}-groups.png", title)
             figures.distribution(runs, folder / f"{stem}-clients.png", title)
+
+
+def _stem(name: str, about: tuple[str, ...]) -> str:
+    """How the names of pictures begin."""
+    return f"results-{'-'.join([name.replace('/', '-'), *about])}".replace("*", "-star")
 
 
 def accuracy_of(name: str) -> str:

@@ -125,6 +125,28 @@ def test_best_and_final_accuracy_rounds_and_bytes_of_one_agent(tmp_path: Path) -
     assert metrics.get("rounds_to_98") == next((i for i, acc in enumerate(curve, 1) if acc >= 98), None)
 
 
+def test_weights_of_the_agents_by_round_are_kept_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads(json.dumps({**TINY, "trainer": {"max_epochs": 4}}))
+    config["model"]["class_path"] = "fl_lightning.methods.WAFFLEAvg"
+    config["data"]["init_args"]["fraction"] = 1.0
+    result = cells.run_cell(tmp_path / "runs", config, seed=0)
+    assert [len(by_client) for by_client in result["weights"]] == [12] * 4
+    assert all(sum(by_client) == pytest.approx(1, abs=1e-3) for by_client in result["weights"])
+    own = [by_client[0] for by_client in result["weights"]]
+    last = max((i for i, weight in enumerate(own) if weight < 1), default=-1)
+    assert result["metrics"].get("local_since") == (last + 2 if last < 3 else None)
+    assert "weights" not in cells.run_cell(tmp_path / "runs", TINY, seed=0)
+    rows = select(table("waffle_avg/table1"), {"dataset": "mnist", "partition": "distribution_C"})
+    given = {True: config, False: TINY}
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: given[cell["method"] == "waffle_avg"])
+    drawn: list[Any] = []
+    kept = figures.agents
+    monkeypatch.setattr(figures, "agents", lambda *args: (drawn.append(args), kept(*args)))
+    reproduce.draw(Records(tmp_path / "runs", tmp_path), "waffle_avg/table1", rows, [0], None, tmp_path)
+    assert [list(runs) for runs, *_ in drawn] == [["waffle_avg"]]
+    assert (tmp_path / "results-waffle_avg-table1-mnist-distribution_C-weights.png").stat().st_size > 5000
+
+
 def test_published_values_are_kept_and_added_cells_have_none() -> None:
     cells_of_table = table("waffle_factor_journal/table2")
     (paper,) = select(cells_of_table, {"dataset": "mnist", "method": "waffle_factor", "partition": "unimodal_Z2"})
@@ -237,8 +259,8 @@ def test_the_settings_of_the_parameter_selection_paper_reach_the_run() -> None:
         assert options.get("p") == cell.get("p")
         large = cell["dataset"] == "cifar10"
         assert config["trainer"]["max_epochs"] == (10 if large else 60)
-        assert config["data"]["init_args"].get("limit") == (2500 if depth else 5000 if large else None)
-        assert (scale_of(cell) is not None) == large
+        assert config["data"]["init_args"].get("limit") == (2500 if depth else 5000 if large else 14000)
+        assert scale_of(cell) is not None
         assert config["data"]["init_args"]["fraction"] == 1.0
     assert len({config_hash(config_of(cell)) for cell in found}) == 12 + 3 + 9 + 16
     chosen = [cell for cell in found if cell.get("p") == "auto"]
@@ -336,7 +358,8 @@ def test_pictures_by_round_and_by_time(tmp_path: Path, monkeypatch: pytest.Monke
     cells.run_cell(tmp_path / "runs", GLOBAL, 0)
     records = Records(tmp_path / "runs", tmp_path / "records")
     reproduce.draw(records, "feddaf/table1", rows, [0], None, tmp_path)
-    expected = {f"results-feddaf-table1-digits-eta-{m}{k}.png" for m in "ab" for k in ("", "-loss", "-time")}
+    kinds = ("", "-loss", "-time", "-seconds", "-fusion")
+    expected = {f"results-feddaf-table1-digits-eta-{m}{k}.png" for m in "ab" for k in kinds}
     assert {path.name for path in tmp_path.glob("*.png")} == expected
     measured = reproduce.measure(records, rows[0], [0], None)
     assert measured is not None
@@ -356,5 +379,8 @@ def test_feddaf_settings_reach_the_run() -> None:
     assert config_of(cell)["data"]["init_args"]["partition"]["init_args"]["eta"] == 1.0
     (cell,) = select(table("feddaf/figure7"), {"method": "ifca", "clients": "100"})
     assert config_of(cell)["data"]["init_args"]["partition"]["init_args"]["clients"] == 100
+    (cell,) = select(table("feddaf/figure4"), {})
+    same = {config_hash(config_of(c)) for c in select(table("feddaf/figure5"), {"method": "feddaf"})}
+    assert same == {config_hash(config_of(cell))}  # one run for both
     (cell,) = select(cells_of_table, {"model": "resnet18", "method": "fedma"})
     assert tables_module.scale_of(cell) == "5,000 images, 10 clients, 10 rounds of 1 epoch"
