@@ -17,7 +17,8 @@ PSNR in dB, sizes in bytes. Attacks (mia: membership inference) are those of the
 that any of them reaches; without a view, the outsider's plain one, as the papers have it. Views and attacks:
 [privacy](privacy.md).
 
-To measure a table again: `fl-lightning reproduce TABLE --seeds 0 1 2 --jobs 2`.
+To measure a table again: `fl-lightning reproduce TABLE --seeds 0 1 2 --jobs 2`. What its runs took, one thread each, is
+said below it; most ran beside another one.
 """
 
 
@@ -63,4 +64,12 @@ def section(name: str, rows: list[dict[str, Any]]) -> str:
             " ".join(map(str, measured["seeds"])),
         )
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", time_of(rows), ""])
+
+
+def time_of(rows: list[dict[str, Any]]) -> str:
+    """How many runs a table's cells have, and how long they took."""
+    found = [row["measured"] for row in rows]
+    runs = {(one["config_hash"], seed): one["seconds"] for one in found for seed in one["seeds"]}
+    hours, minutes = divmod(round(sum(runs.values()) / 60), 60)
+    return f"{len(runs)} runs, {hours} h {minutes} min in all."

@@ -13,6 +13,7 @@ from fl_lightning.cli import cells, figures, main, reproduce
 from fl_lightning.cli import tables as tables_module
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.cli.records import Records
+from fl_lightning.cli.results import time_of
 from fl_lightning.cli.tables import config_hash, config_of, line_name, scale_of, select, table, tables
 from fl_lightning.errors import FederationError
 
@@ -145,6 +146,13 @@ def test_weights_of_the_agents_by_round_are_kept_and_drawn(tmp_path: Path, monke
     reproduce.draw(Records(tmp_path / "runs", tmp_path), "waffle_avg/table1", rows, [0], None, tmp_path)
     assert [list(runs) for runs, *_ in drawn] == [["waffle_avg"]]
     assert (tmp_path / "results-waffle_avg-table1-mnist-distribution_C-weights.png").stat().st_size > 5000
+
+
+def test_the_time_of_a_table_counts_every_run_once() -> None:
+    measured = {"config_hash": "a", "seeds": [0, 1], "seconds": 1800.0}
+    other = {**measured, "config_hash": "b", "seeds": [0]}
+    rows = [{"measured": one} for one in (measured, measured, other)]
+    assert time_of(rows) == "3 runs, 1 h 30 min in all."
 
 
 def test_published_values_are_kept_and_added_cells_have_none() -> None:
