@@ -119,6 +119,16 @@ class Evaluator:
         for client in clients:
             yield from self._one_model(module, [client], split)
 
+    @torch.no_grad()
+    def losses(self, module: FederatedModule, states: Sequence[State], client: int, split: Split = "train") -> Tensor:
+        """Mean loss of several models over all of a client's samples in one pass, as :func:`mean_loss`, shape (K,)."""
+        if self._stackable and len(states) > 1:
+            try:
+                return _stacked_losses(module, states, client, split)
+            except Exception:  # as above
+                self._stackable = False
+        return torch.stack([mean_loss(module, state, client, split) for state in states])
+
     def _one_model(self, module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
         """All samples of clients that share a model, in large batches across clients."""
         federation, state = module.federation, fast_copy(module.personal_state(clients[0]))
@@ -183,6 +193,23 @@ def mean_loss(module: FederatedModule, state: State, client: int, split: Split =
     for part in torch.split(index, _samples(state)):
         x, y = federation.gather([client], part[None], module.compute_dtype)
         total += module.batch_loss(state, x[0], y[0], training=False)[0].double() * len(part)
+    return total / len(index)
+
+
+def _stacked_losses(module: FederatedModule, states: Sequence[State], client: int, split: Split) -> Tensor:
+    """Mean losses of stacked models on the same samples."""
+    federation = module.federation
+    stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    index = federation.index(split)[client]
+    total = torch.zeros(len(states), dtype=torch.float64, device=federation.device)
+    for part in torch.split(index, _samples(states[0])):
+        x, y = federation.gather([client], part[None], module.compute_dtype)
+
+        def one(state: State, x: Tensor = x[0], y: Tensor = y[0]) -> Tensor:
+            with ChannelsLast():
+                return module.batch_loss(state, x, y, training=False)[0]
+
+        total += torch.vmap(one)(stacked).double() * len(part)
     return total / len(index)
 
 

@@ -10,7 +10,6 @@ import torch
 
 from fl_lightning import seeding
 from fl_lightning.errors import FederationError
-from fl_lightning.evaluation import mean_loss
 from fl_lightning.methods.clusters import ClusterModels
 from fl_lightning.methods.memo import ClientMemo
 from fl_lightning.nets import FedNet
@@ -56,6 +55,8 @@ class IFCA(ClusterModels):
         models = [{name: message[f"{q}.{name}"] for name in self.shared_names} for q in range(self.clusters)]
         if self.completed_rounds < self.warmup:
             chosen = int(seeding.stream(self.seed, "choice", self.completed_rounds, client).integers(self.clusters))
+        elif not self.private_names and all(_equal(model, self.model_state(q)) for q, model in enumerate(models)):
+            chosen = self.cluster_of(client)  # known since the evaluation
         else:
             chosen = self.choose(client, models)
         received = {name: value for name, value in models[chosen].items() if self._sends(name)}
@@ -73,7 +74,8 @@ class IFCA(ClusterModels):
     def choose(self, client: int, models: Sequence[State]) -> int:
         """The model with the least loss on the client's training data."""
         server, private = self.server_state(), self.snapshots[client].private
-        losses = [float(mean_loss(self, {**server, **model, **private}, client)) for model in models]
+        states = [{**server, **model, **private} for model in models]
+        losses = self.evaluator.losses(self, states, client).tolist()
         return min(range(len(losses)), key=lambda q: math.inf if math.isnan(losses[q]) else losses[q])
 
     def cluster_of(self, client: int) -> int:
@@ -82,3 +84,7 @@ class IFCA(ClusterModels):
         if client not in chosen:
             chosen[client] = self.choose(client, [self.model_state(q) for q in range(self.clusters)])
         return chosen[client]
+
+
+def _equal(sent: State, held: State) -> bool:
+    return all(torch.equal(value, held[name]) for name, value in sent.items())

@@ -9,8 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fl_lightning.errors import FederationError
+from fl_lightning.evaluation import mean_loss
 from fl_lightning.methods import IFCA, FedAvg
 from fl_lightning.methods.ifca import CHOICE
+from fl_lightning.nets import LeNetBN
 from tests.support import blobs, fit, largest_difference, mlp, planted
 
 
@@ -64,6 +66,29 @@ def test_evaluation_chooses_by_training_loss_also_for_clients_that_never_trained
         losses = [float(cross_entropy(method.call(method.model_state(q), x, training=False)[0], y)) for q in range(3)]
         assert method.cluster_of(client) == losses.index(min(losses))
         assert largest_difference(method.personal_state(client), method.model_state(method.cluster_of(client))) == 0
+
+
+def test_a_choice_is_made_once_for_models_that_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    kept = IFCA.choose
+    monkeypatch.setattr(IFCA, "choose", lambda self, client, *more: (made.append(client), kept(self, client, *more))[1])
+    fit(ifca(), blobs(), rounds=3)
+    assert sorted(made) == sorted([0, 1, 2, 3] * 4)  # for the first round, and after each of three
+
+
+def test_losses_of_several_models_are_those_of_each() -> None:
+    for net, shape in ((mlp(), (20,)), (LeNetBN(num_classes=4), (1, 28, 28))):
+        data = blobs((19, 150, 16), shape)
+        method = IFCA(net, clusters=3, lr=0.1, batch_size=8, engine="stacked")
+        fit(method, data, rounds=1)
+        states = [method.model_state(q) for q in range(3)]
+        for client in range(3):
+            each = torch.stack([mean_loss(method, state, client) for state in states])
+            assert torch.allclose(method.evaluator.losses(method, states, client), each, rtol=1e-9, atol=0)
+            assert method.evaluator._stackable
+            method.evaluator._stackable = False
+            assert torch.equal(method.evaluator.losses(method, states, client), each)
+            method.evaluator._stackable = True
 
 
 def test_of_equal_models_the_first_is_taken_and_of_broken_ones_none() -> None:
