@@ -1,4 +1,4 @@
-"""Convolutions, max pooling and BatchNorm of a whole stack in one call, on memory in which channels lie together.
+"""Convolutions, max pooling, BatchNorm and GroupNorm of a stack in one call, on memory in which channels lie together.
 
 ``torch.vmap`` maps a convolution over clients by making groups of their channels, and max pooling by making samples of
 them. Both then work on small maps that lie apart, with copies in between. With the stack kept as (batch, height, width,
@@ -25,7 +25,7 @@ Dims = tuple[int | None, ...]
 
 
 class ChannelsLast(TorchFunctionMode):
-    """Within it, convolutions, max pooling and BatchNorm of mapped images are done for all clients at once."""
+    """Within it, convolutions, max pooling and normalisation of mapped images are done for all clients at once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the calls that there is a better way for."""
@@ -91,11 +91,27 @@ def _batch_norm(
     return result  # type: ignore[no-any-return]
 
 
+def _group_norm(
+    func: Callable[..., Tensor],
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    if weight is None or bias is None:
+        return func(input, num_groups, weight, bias, eps)
+    return _GroupNorm.apply(input, weight, bias, num_groups, eps)[0]  # type: ignore[no-any-return]
+
+
 BETTER: dict[Any, Callable[..., Tensor]] = {
     torch.conv2d: _conv2d,
     torch.max_pool2d: _max_pool2d,
     F.max_pool2d: _max_pool2d,
     F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+    torch.group_norm: _group_norm,
 }
 
 
@@ -295,3 +311,66 @@ class _BatchNormBackward(torch.autograd.Function):
         joined = (_joined(value, dim, clients) for value, dim in zip(tensors, in_dims[2:], strict=False))
         result, *grads = _BatchNormBackward.apply(*images, *joined, eps)
         return (_apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """Normalisation by the statistics of each sample's groups of channels; returns them, too."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Any:
+        return aten.native_group_norm(x, weight, bias, *_sizes(x), groups, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, _, ctx.groups, _ = inputs
+        ctx.save_for_backward(x, weight, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        return *_GroupNormBackward.apply(grad, *ctx.saved_tensors, ctx.groups), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Any:
+        clients = info.batch_size
+        joined = (_joined(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
+        results = _GroupNorm.apply(_last(x, in_dims[0], clients), *joined, clients * groups, eps)
+        return tuple(_apart(result, clients) for result in results), (1, 1, 1)
+
+
+class _GroupNormBackward(torch.autograd.Function):
+    """The gradients of GroupNorm, of its input, weight and bias."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse_std: Tensor, groups: int) -> Any:
+        asked = [True, True, True]
+        return aten.native_group_norm_backward(grad, x, mean, inverse_std, weight, *_sizes(x), groups, asked)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise FederationError("Second derivatives of GroupNorm cannot be stacked: use the engine 'sequential'.")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> Any:
+        clients, (*statistics, groups) = info.batch_size, others
+        images = (_last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        stack = (_beside(value, dim, clients) for value, dim in zip(statistics, in_dims[3:], strict=False))
+        result, *grads = _GroupNormBackward.apply(
+            *images, _joined(weight, in_dims[2], clients), *stack, clients * groups
+        )
+        return (_apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Samples, channels, and places of a channel."""
+    return x.shape[0], x.shape[1], x.shape[2] * x.shape[3]
+
+
+def _beside(x: Tensor, dim: int | None, clients: int) -> Tensor:
+    """A stack of (batch, groups), its clients along ``dim``, with the groups of all clients beside each other."""
+    x = x.expand(clients, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.transpose(0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""Convolutions, pooling and BatchNorm of a stack in one call are those that vmap makes of PyTorch's own."""
+"""Convolutions, pooling, BatchNorm and GroupNorm of a stack in one call are those that vmap makes of PyTorch's own."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_layers_are_found_in_a_net() -> None:
     """Modules and functional calls alike: a net need not be written for it."""
     seen = []
     originals = dict(BETTER)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)).double()
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.MaxPool2d(2)).double()
     try:
         for func, better in originals.items():
 
@@ -108,7 +108,7 @@ def test_layers_are_found_in_a_net() -> None:
         torch.vmap(ours(lambda s, x: torch.func.functional_call(net, s, x)))(state, rand(2, 2, 6, 6))
     finally:
         BETTER.update(originals)
-    assert seen == ["_conv2d", "_batch_norm", "_max_pool2d"]
+    assert seen == ["_conv2d", "_batch_norm", "_group_norm", "_max_pool2d"]
 
 
 def test_batch_norm_and_its_running_statistics() -> None:
@@ -118,6 +118,13 @@ def test_batch_norm_and_its_running_statistics() -> None:
         return torch.cat([result.flatten(), mean, var])
 
     agree(norm, rand(3, 4, 5, 6), rand(4), rand(4))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_group_norm(groups: int) -> None:
+    agree(lambda x, weight, bias: F.group_norm(x, groups, weight, bias), rand(3, 4, 5, 6), rand(4), rand(4))
+    agree(lambda x, weight: F.group_norm(x, groups, weight, weight), rand(3, 4, 5, 6), rand(4), in_dims=(0, 0))
+    agree(lambda x: F.group_norm(x, groups), rand(3, 4, 5, 6))  # without scale and shift, by PyTorch
 
 
 def test_second_derivatives() -> None:
@@ -134,8 +141,11 @@ def test_second_derivatives() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_second_derivatives_of_batch_norm_say_what_to_do() -> None:
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_second_derivatives_of_normalisation_say_what_to_do(norm: str) -> None:
     def loss(x: Tensor, weight: Tensor) -> Tensor:
+        if norm == "group":
+            return F.group_norm(x, 1, weight, weight).pow(3).sum()
         return F.batch_norm(x, None, None, weight, weight, True).pow(3).sum()
 
     def sharpness(x: Tensor, weight: Tensor) -> Tensor:
