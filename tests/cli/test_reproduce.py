@@ -380,8 +380,10 @@ def test_feddaf_settings_reach_the_run() -> None:
     config = config_of(cell)
     assert config["data"]["init_args"]["partition"]["init_args"] == {"clients": 50, "eta": 0.5}
     assert config["model"]["init_args"]["net"]["class_path"].endswith("LeNetBN")
-    nets = {config_of(c)["model"]["init_args"]["net"]["class_path"] for c in select(cells_of_table, {"model": "lenet"})}
-    assert nets == {"fl_lightning.nets.LeNetBN"}  # the same network for all methods
+    nets = {c["method"]: config_of(c)["model"]["init_args"]["net"] for c in select(cells_of_table, {"model": "lenet"})}
+    assert nets.pop("fedavg_without_norm") == {"class_path": "fl_lightning.nets.LeNet5"}
+    assert len(nets) == 10
+    assert {net["class_path"] for net in nets.values()} == {"fl_lightning.nets.LeNetBN"}  # the same for all methods
     assert len({c["method"] for c in select(cells_of_table, {"dataset": "sent140"})}) == 9
     (cell,) = select(table("feddaf/figure6"), {"method": "fedavg", "eta": "1.0"})
     assert config_of(cell)["data"]["init_args"]["partition"]["init_args"]["eta"] == 1.0
