@@ -80,6 +80,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     input_shape: tuple[int, ...]
     mean: Tensor | None = None
     std: Tensor | None = None
+    standardize = True
 
     def __init__(
         self,
@@ -204,11 +205,12 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """What a checkpoint keeps to refuse other data: samples, who owns them, label permutations."""
+        """What a checkpoint keeps to refuse other data: samples and their scale, who owns them, label permutations."""
         fed = self.federation
         indices = [t for index in (fed.train, fed.test, fed.index("val")) for t in (index.flat, index.offsets)]
         owners = hash_tensors(*indices, fed.global_test, fed.label_maps)
-        return hashlib.sha256(f"{self.data_hash}{owners}".encode()).hexdigest()[:16]
+        scale = "" if self.standardize else "not standardised"
+        return hashlib.sha256(f"{self.data_hash}{owners}{scale}".encode()).hexdigest()[:16]
 
     def cohort(self, round: int) -> list[int]:
         """The clients that train in a round: a pure function of seed and round.

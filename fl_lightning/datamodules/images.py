@@ -31,6 +31,7 @@ class ImageData(FederatedDataModule):
     Args:
         root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
         download: fetch the data when it is not there.
+        standardize: subtract the mean of each channel and divide by its deviation; else pixels lie in [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -38,10 +39,15 @@ class ImageData(FederatedDataModule):
     folder: ClassVar[str]
     files: ClassVar[str]
 
-    def __init__(self, root: str | None = None, download: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, root: str | None = None, download: bool = True, standardize: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.root = data_root(root)
-        self.download = download
+        self.download, self.standardize = download, standardize
+        if not standardize:
+            assert self.mean is not None
+            self.mean, self.std = torch.zeros_like(self.mean), torch.full_like(self.mean, 255)
 
     @abstractmethod
     def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
@@ -85,6 +91,7 @@ class MNIST(ImageData):
     Args:
         root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
         download: fetch the data when it is not there.
+        standardize: subtract the mean of each channel and divide by its deviation; else pixels lie in [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -109,6 +116,7 @@ class FashionMNIST(MNIST):
     Args:
         root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
         download: fetch the data when it is not there.
+        standardize: subtract the mean of each channel and divide by its deviation; else pixels lie in [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -124,6 +132,7 @@ class CIFAR10(ImageData):
     Args:
         root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
         download: fetch the data when it is not there.
+        standardize: subtract the mean of each channel and divide by its deviation; else pixels lie in [0, 1].
         **kwargs: as for every DataModule.
     """
 
