@@ -39,9 +39,7 @@ class ImageData(FederatedDataModule):
     folder: ClassVar[str]
     files: ClassVar[str]
 
-    def __init__(
-        self, root: str | None = None, download: bool = True, standardize: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, root: str | None = None, download: bool = True, standardize: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.root = data_root(root)
         self.download, self.standardize = download, standardize

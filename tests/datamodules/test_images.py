@@ -47,6 +47,14 @@ def test_images_are_uint8_and_normalised_by_the_published_statistics(real_data: 
     assert data.fingerprint == kind(root=str(real_data)).fingerprint
 
 
+def test_images_that_are_not_standardised_lie_between_0_and_1(real_data: Path) -> None:
+    data = MNIST(root=str(real_data), standardize=False)
+    x, _ = data.federation.gather([0], torch.arange(500)[None], torch.float32)
+    assert torch.allclose(x[0], data.federation.inputs[:500] / 255)
+    assert (float(x.min()), float(x.max())) == (0.0, 1.0)
+    assert data.fingerprint != MNIST(root=str(real_data)).fingerprint  # a checkpoint of one is refused by the other
+
+
 def test_root_comes_from_the_environment(real_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FL_LIGHTNING_DATA", str(real_data))
     assert MNIST().root == str(real_data)
