@@ -13,7 +13,7 @@ from fl_lightning.nets.factorized import (
     factorize,
     factorized_layers,
 )
-from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNetBN, WideLeNet
+from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNet5Classic, LeNetBN, WideLeNet
 from fl_lightning.nets.lstm import BiLSTM
 from fl_lightning.nets.mlp import MLP
 from fl_lightning.nets.thin_resnet import ResNet20, ResNet32, ResNet44, ResNet56
@@ -24,6 +24,7 @@ NETS: dict[str, type[FedNet]] = {
     "cnn_fmnist": CNNFashion,
     "cnn_cifar": CNNCifar,
     "lenet5": LeNet5,
+    "lenet5_classic": LeNet5Classic,
     "lenet_bn": LeNetBN,
     "lenet5_cifar": LeNet5Cifar,
     "resnet18": ResNet18,
@@ -56,6 +57,7 @@ __all__ = [
     "FedNet",
     "LeNet5",
     "LeNet5Cifar",
+    "LeNet5Classic",
     "LeNetBN",
     "LossNet",
     "MobileNetV2",

@@ -16,6 +16,7 @@ from fl_lightning.nets import (
     FedNet,
     LeNet5,
     LeNet5Cifar,
+    LeNet5Classic,
     LeNetBN,
     ResNet20,
     ResNet32,
@@ -29,6 +30,7 @@ PARAMETERS = {
     "cnn_fmnist": 28_880,
     "cnn_cifar": 54_216,
     "lenet5": 61_706,
+    "lenet5_classic": 61_706,
     "lenet_bn": 61_750,
     "lenet5_cifar": 61_770,
     "wide_lenet": 797_962,
@@ -42,6 +44,7 @@ LAYERS = {
     "cnn_fmnist": ["conv1", "conv2", "head"],
     "cnn_cifar": ["conv1", "conv2", "fc1", "fc2", "head"],
     "lenet5": ["conv1", "conv2", "fc1", "fc2", "head"],
+    "lenet5_classic": ["conv1", "conv2", "fc1", "fc2", "head"],
     "lenet_bn": ["conv1", "conv2", "fc1", "fc2", "head", "bn1", "bn2"],
     "lenet5_cifar": ["conv1", "conv2", "fc1", "fc2", "head"],
     "wide_lenet": ["conv1", "conv2", "fc1", "fc2", "head"],
@@ -64,6 +67,7 @@ def test_every_paper_name_is_there() -> None:
         "cnn_fmnist": CNNFashion,
         "cnn_cifar": CNNCifar,
         "lenet5": LeNet5,
+        "lenet5_classic": LeNet5Classic,
         "lenet_bn": LeNetBN,
         "lenet5_cifar": LeNet5Cifar,
         "wide_lenet": WideLeNet,
@@ -126,6 +130,13 @@ def test_lenet_takes_channels_and_bn_normalises_before_relu() -> None:
     nn.init.constant_(net.bn2.weight, 0.0)
     nn.init.constant_(net.bn2.bias, -1.0)
     assert net.features(images("lenet_bn")).abs().sum() == 0  # relu of -1 everywhere
+
+
+def test_the_classic_lenet_has_tangents_and_mean_pooling() -> None:
+    net, x = LeNet5Classic().double(), images("lenet5_classic").double()
+    y = nn.functional.avg_pool2d(net.conv1(x).tanh(), 2)
+    y = nn.functional.avg_pool2d(net.conv2(y).tanh(), 2).flatten(1)
+    torch.testing.assert_close(net(x), net.head(net.fc2(net.fc1(y).tanh()).tanh()))
 
 
 @pytest.mark.parametrize("blocks", [(ResNet20, 3), (ResNet56, 9)])
