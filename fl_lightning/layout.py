@@ -1,4 +1,4 @@
-"""Convolutions, max pooling, BatchNorm and GroupNorm of a stack in one call, on memory in which channels lie together.
+"""Convolutions, pooling, BatchNorm and GroupNorm of a stack in one call, on memory in which channels lie together.
 
 ``torch.vmap`` maps a convolution over clients by making groups of their channels, and max pooling by making samples of
 them. Both then work on small maps that lie apart, with copies in between. With the stack kept as (batch, height, width,
@@ -25,7 +25,7 @@ Dims = tuple[int | None, ...]
 
 
 class ChannelsLast(TorchFunctionMode):
-    """Within it, convolutions, max pooling and normalisation of mapped images are done for all clients at once."""
+    """Within it, convolutions, pooling and normalisation of mapped images are done for all clients at once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the calls that there is a better way for."""
@@ -69,6 +69,21 @@ def _max_pool2d(
     return _MaxPool.apply(input, options)[0]  # type: ignore[no-any-return]
 
 
+def _avg_pool2d(
+    func: Callable[..., Tensor],
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    size = _pair(kernel_size)
+    options = (size, _pair(stride or size), _pair(padding), ceil_mode, count_include_pad, divisor_override)
+    return _AvgPool.apply(input, options)  # type: ignore[no-any-return]
+
+
 def _batch_norm(
     func: Callable[..., Tensor],
     input: Tensor,
@@ -109,6 +124,7 @@ BETTER: dict[Any, Callable[..., Tensor]] = {
     torch.conv2d: _conv2d,
     torch.max_pool2d: _max_pool2d,
     F.max_pool2d: _max_pool2d,
+    F.avg_pool2d: _avg_pool2d,
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
@@ -261,6 +277,51 @@ class _MaxPoolBackward(torch.autograd.Function):
         clients = info.batch_size
         images = (_last(value, dim, clients) for value, dim in zip((grad, x, indices), in_dims, strict=False))
         return _apart(_MaxPoolBackward.apply(*images, options), clients), 1
+
+
+class _AvgPool(torch.autograd.Function):
+    """Mean pooling."""
+
+    @staticmethod
+    def forward(x: Tensor, options: Any) -> Tensor:
+        return aten.avg_pool2d(x, *options)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.options = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return _AvgPoolBackward.apply(grad, x, ctx.options), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, options: Any) -> Any:
+        clients = info.batch_size
+        return _apart(_AvgPool.apply(_last(x, in_dims[0], clients), options), clients), 1
+
+
+class _AvgPoolBackward(torch.autograd.Function):
+    """The gradient of mean pooling; of ``x`` only the shape matters."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, options: Any) -> Tensor:
+        return aten.avg_pool2d_backward(grad, x, *options)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.options = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _AvgPool.apply(grad, ctx.options), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, options: Any) -> Any:
+        clients = info.batch_size
+        images = (_last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        return _apart(_AvgPoolBackward.apply(*images, options), clients), 1
 
 
 class _BatchNorm(torch.autograd.Function):

@@ -91,6 +91,11 @@ def test_max_pooling_takes_the_first_of_equal_values(options: dict[str, int]) ->
     agree(lambda x: F.max_pool2d(x, 2, **options), rand(3, 4, 7, 6, ties=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"stride": 1}, {"padding": 1, "count_include_pad": False}], ids=str)
+def test_mean_pooling(options: dict[str, int]) -> None:
+    agree(lambda x: F.avg_pool2d(x, 2, **options), rand(3, 4, 7, 6))
+
+
 def test_layers_are_found_in_a_net() -> None:
     """Modules and functional calls alike: a net need not be written for it."""
     seen = []
@@ -131,7 +136,7 @@ def test_second_derivatives() -> None:
     x, weight, bias = rand(2, 2, 7, 7), rand(4, 2, 3, 3), rand(4)
 
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.max_pool2d(F.conv2d(x, weight, bias).pow(3), 2).pow(2).sum()
+        return F.max_pool2d(F.avg_pool2d(F.conv2d(x, weight, bias).pow(3), 2, 1), 2).pow(2).sum()
 
     def sharpness(*args: Tensor) -> Tensor:
         return sum(g.pow(2).sum() for g in torch.func.grad(loss, (0, 1, 2))(*args))  # type: ignore[return-value]
