@@ -11,7 +11,11 @@ from torch.nn import functional as F
 
 from fl_lightning.engine.memory import keep_memory
 from fl_lightning.errors import FederationError
-from fl_lightning.layout import BETTER, ChannelsLast
+from fl_lightning.layout import BETTER, BatchLast, products
+from fl_lightning.layout.convolution import Convolution
+from fl_lightning.layout.memory import last
+from fl_lightning.layout.normalisation import BatchNorm
+from fl_lightning.layout.pooling import MaxPool, MeanPool
 
 CLIENTS = 3
 
@@ -23,7 +27,7 @@ def rand(*shape: int, ties: bool = False) -> Tensor:
 
 def ours(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def within(*args: Tensor) -> Tensor:
-        with ChannelsLast():
+        with BatchLast():
             return function(*args)
 
     return within
@@ -56,6 +60,8 @@ CONVOLUTIONS = [
     {},
     {"padding": 1},
     {"stride": 2, "padding": (0, 1)},
+    {"stride": (3, 2), "dilation": (2, 1)},
+    {"padding": 4},  # places whose kernel sees nothing but zeros
     {"dilation": 2},
     {"groups": 2},
     {"groups": 4, "padding": 1},  # depthwise
@@ -71,6 +77,51 @@ def test_convolutions(options: dict[str, int], bias: bool) -> None:
         agree(lambda x, w, b: F.conv2d(x, w, b, **options), x, weight, rand(8))
     else:
         agree(lambda x, w: F.conv2d(x, w, **options), x, weight)
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"padding": 1}], ids=str)
+def test_convolutions_with_kernels_of_one_row_or_column(kernel: tuple[int, int], options: dict[str, int]) -> None:
+    agree(lambda x, w, b: F.conv2d(x, w, b, **options), rand(2, 3, 6, 5), rand(4, 3, *kernel), rand(4))
+
+
+@pytest.mark.parametrize("size", [1, 6000, 2**30])
+def test_convolutions_do_not_depend_on_the_cache(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client at a time, two, or all of them."""
+    monkeypatch.setattr(products, "CACHE_BYTES", size)
+    agree(lambda x, w, b: F.conv2d(x, w, b, padding=1), rand(2, 4, 8, 7), rand(8, 4, 3, 3), rand(8))
+
+
+def test_convolutions_of_several_stacks_at_once() -> None:
+    """Models by clients: as the losses of several models on a client's samples are computed."""
+    x, weight = rand(2, 2, 5, 5), torch.stack([rand(4, 2, 3, 3), 2 * rand(4, 2, 3, 3)])
+
+    def both(function: Callable[..., Tensor]) -> Tensor:
+        return torch.vmap(torch.vmap(function), (None, 0))(x, weight)
+
+    torch.testing.assert_close(both(ours(F.conv2d)), both(F.conv2d), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [([1, 1], [1, 1], [1, 1], 3), ([2, 1], [0, 2], [1, 2], 3)])
+def test_what_a_capture_is_told_of_convolutions_is_true(options: tuple[list[int], list[int], list[int], int]) -> None:
+    """Shapes, strides and that nothing is written to, checked by PyTorch."""
+    x, weight = rand(2, 2, 7, 6).movedim(0, 1).flatten(1, 2), rand(4, 2, 3, 3).flatten(0, 1)
+    torch.library.opcheck(products.convolution, (x, weight, weight[:, 0, 0, 0].clone(), *options))
+    grad = torch.ones_like(products.convolution(x, weight, None, *options))
+    torch.library.opcheck(products.by_input, (grad, x, weight, *options))
+    torch.library.opcheck(products.by_weight, (grad, x, weight, *options))
+
+
+def test_images_lie_with_the_batch_innermost_from_layer_to_layer() -> None:
+    """What convolutions return is what pooling and normalisation take and return, with nothing copied in between."""
+    x = last(rand(4, 2, 8, 8), 0, CLIENTS)
+    weight, scale = rand(3, 2, 3, 3).flatten(0, 1), rand(3).flatten()
+    convolved = Convolution.apply(x, weight, scale, ([1, 1], [1, 1], [1, 1], CLIENTS))
+    pooled = MaxPool.apply(convolved, ([2, 2], [2, 2], [0, 0], [1, 1], False))[0]
+    means = MeanPool.apply(convolved, ([2, 2], [2, 2], [0, 0], False, True, None))
+    normal = BatchNorm.apply(convolved, scale, scale, 1e-5)[0]
+    for images in (x, convolved, pooled, means, normal):
+        assert images.permute(1, 2, 3, 0).is_contiguous()
 
 
 def test_convolutions_of_one_channel_whose_memory_is_ambiguous() -> None:

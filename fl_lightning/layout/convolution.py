@@ -1,0 +1,110 @@
+"""Convolutions of a stack's clients in one call, differentiable twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.layout import products
+from fl_lightning.layout.memory import Dims, apart, inward, joined, last, outward
+
+aten = torch.ops.aten
+
+
+def _is_depthwise(weight: Tensor, groups: int) -> bool:
+    """Whether there is nothing to multiply matrices for: one channel in and one out for each group."""
+    return weight.shape[0] == groups and weight.shape[1] == 1
+
+
+class Convolution(torch.autograd.Function):
+    """``conv2d(x, weight, bias)``; ``options`` are stride, padding, dilation and groups."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Tensor:
+        stride, padding, dilation, groups = options
+        if _is_depthwise(weight, groups):
+            images = x.contiguous(memory_format=torch.channels_last)
+            return outward(
+                inward(aten.convolution(images, weight, bias, stride, padding, dilation, False, [0, 0], groups))
+            )
+        return products.convolution(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, _, ctx.options = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        asked = tuple(ctx.needs_input_grad[:3])
+        grads = iter(ConvolutionBackward.apply(grad, x, weight, ctx.options, asked))
+        return *(next(grads) if want else None for want in asked), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Any:
+        clients, (*others, groups) = info.batch_size, options
+        biases = None if bias is None else joined(bias, in_dims[2], clients)
+        images, weights = last(x, in_dims[0], clients), joined(weight, in_dims[1], clients)
+        result = Convolution.apply(images, weights, biases, (*others, clients * groups))
+        return apart(result, clients), 1
+
+
+class ConvolutionBackward(torch.autograd.Function):
+    """Those gradients of a convolution, of its input, weight and bias, that are ``asked`` for."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, weight: Tensor, options: Any, asked: Any) -> Any:
+        stride, padding, dilation, groups = options
+        if _is_depthwise(weight, groups):
+            images = (value.contiguous(memory_format=torch.channels_last) for value in (grad, x))
+            sizes = [weight.shape[0]] if asked[2] else None
+            grads = aten.convolution_backward(
+                *images, weight, sizes, stride, padding, dilation, False, [0, 0], groups, asked
+            )
+            return tuple(value for value, want in zip(grads, asked, strict=True) if want)
+        kernels = [products.by_input, products.by_weight]
+        grads = [
+            kernel(grad, x, weight, stride, padding, dilation, groups)
+            for kernel, want in zip(kernels, asked, strict=False)
+            if want
+        ]
+        return *grads, *([inward(grad).flatten(1).sum(1)] if asked[2] else [])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.options, ctx.asked = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradients are linear in what came back, and in the weight and the input that the other is not for."""
+        grad, x, weight = ctx.saved_tensors
+        given = iter(grads)
+        by_x, by_weight, by_bias = (next(given) if want else None for want in ctx.asked)
+        of_grad: Any = 0.0
+        of_x = of_weight = None
+        if by_x is not None:
+            of_grad = of_grad + Convolution.apply(by_x, weight, None, ctx.options)
+            (of_weight,) = ConvolutionBackward.apply(grad, by_x, weight, ctx.options, (False, True, False))
+        if by_weight is not None:
+            of_grad = of_grad + Convolution.apply(x, by_weight, None, ctx.options)
+            (of_x,) = ConvolutionBackward.apply(grad, x, by_weight, ctx.options, (True, False, False))
+        if by_bias is not None:
+            of_grad = of_grad + by_bias.view(1, -1, 1, 1)
+        return of_grad, of_x, of_weight, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, options: Any, asked: Any) -> Any:
+        clients, (*others, groups) = info.batch_size, options
+        images = (last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        weights = joined(weight, in_dims[2], clients)
+        grads = iter(ConvolutionBackward.apply(*images, weights, (*others, clients * groups), asked))
+        parts = [
+            (apart(next(grads), clients), 1) if i == 0 else (next(grads).unflatten(0, (clients, -1)), 0)
+            for i in range(3)
+            if asked[i]
+        ]
+        return tuple(value for value, _ in parts), tuple(dim for _, dim in parts)

@@ -1,0 +1,156 @@
+"""BatchNorm and GroupNorm of a stack's clients in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+from fl_lightning.layout.memory import Dims, apart, inward, joined, last, outward
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Scalar products of the rows of two matrices, as a column."""
+    return torch.bmm(left[:, None, :], right[:, :, None])[:, :, 0]
+
+
+class BatchNorm(torch.autograd.Function):
+    """Normalisation by the batch's own statistics; returns them, the mean and one over the deviation, too."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        images = inward(x)
+        rows = images.flatten(1)
+        mean = rows.mean(1, keepdim=True)
+        centred = rows - mean
+        inverse_std = (_dot(centred, centred) / rows.shape[1] + eps).rsqrt()
+        result = torch.addcmul(bias[:, None], centred, weight[:, None] * inverse_std)
+        return outward(result.view(images.shape)), mean.flatten(), inverse_std.flatten()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, _, _ = inputs
+        ctx.save_for_backward(x, weight, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        return *BatchNormBackward.apply(grad, *ctx.saved_tensors), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        clients = info.batch_size
+        own = (joined(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
+        result, *statistics = BatchNorm.apply(last(x, in_dims[0], clients), *own, eps)
+        return (apart(result, clients), *(s.unflatten(0, (clients, -1)) for s in statistics)), (1, 0, 0)
+
+
+class BatchNormBackward(torch.autograd.Function):
+    """The gradients of BatchNorm, of its input, weight and bias."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse_std: Tensor) -> Any:
+        images, given = inward(x), inward(grad).flatten(1)
+        count, scale = given.shape[1], (weight * inverse_std)[:, None]
+        centred = images.flatten(1) - mean[:, None]
+        total, along = given.sum(1, keepdim=True), _dot(given, centred)
+        moved = torch.addcmul(-scale * total / count, given, scale)
+        by_x = torch.addcmul(moved, centred, -scale * inverse_std[:, None].square() * along / count)
+        return outward(by_x.view(images.shape)), along.flatten() * inverse_std, total.flatten()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise FederationError("Second derivatives of BatchNorm cannot be stacked: use the engine 'sequential'.")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, *others: Tensor) -> Any:
+        clients = info.batch_size
+        images = (last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        own = (joined(value, dim, clients) for value, dim in zip(others, in_dims[2:], strict=False))
+        result, *grads = BatchNormBackward.apply(*images, *own)
+        return (apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
+
+
+class GroupNorm(torch.autograd.Function):
+    """Normalisation by the statistics of each sample's groups of channels; returns them, too."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Any:
+        images = inward(x)
+        blocks = _blocks(images, groups)
+        mean = blocks.mean(1, keepdim=True)
+        centred = blocks - mean
+        inverse_std = (centred.square().mean(1, keepdim=True) + eps).rsqrt()
+        result = torch.addcmul(_each(bias), (centred * inverse_std).view(images.shape), _each(weight))
+        return outward(result), mean.squeeze(1).T, inverse_std.squeeze(1).T
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, _, ctx.groups, _ = inputs
+        ctx.save_for_backward(x, weight, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        return *GroupNormBackward.apply(grad, *ctx.saved_tensors, ctx.groups), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Any:
+        clients = info.batch_size
+        own = (joined(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
+        results = GroupNorm.apply(last(x, in_dims[0], clients), *own, clients * groups, eps)
+        return tuple(apart(result, clients) for result in results), (1, 1, 1)
+
+
+class GroupNormBackward(torch.autograd.Function):
+    """The gradients of GroupNorm, of its input, weight and bias."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse_std: Tensor, groups: int) -> Any:
+        images, given = inward(x), inward(grad)
+        means, scales = (value.T.unsqueeze(1) for value in (mean, inverse_std))
+        normal = (_blocks(images, groups) - means) * scales
+        weighted = _blocks(given * _each(weight), groups)
+        along = (weighted * normal).mean(1, keepdim=True)
+        by_x = (weighted - weighted.mean(1, keepdim=True) - normal * along) * scales
+        by_weight = (given * normal.view(images.shape)).flatten(1).sum(1)
+        return outward(by_x.view(images.shape)), by_weight, given.flatten(1).sum(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise FederationError("Second derivatives of GroupNorm cannot be stacked: use the engine 'sequential'.")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> Any:
+        clients, (*statistics, groups) = info.batch_size, others
+        images = (last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        stack = (_beside(value, dim, clients) for value, dim in zip(statistics, in_dims[3:], strict=False))
+        weights = joined(weight, in_dims[2], clients)
+        result, *grads = GroupNormBackward.apply(*images, weights, *stack, clients * groups)
+        return (apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
+
+
+def _blocks(images: Tensor, groups: int) -> Tensor:
+    """Images (channels, height, width, batch) as (groups, values of a group, batch)."""
+    return images.view(groups, -1, images.shape[3])
+
+
+def _each(value: Tensor) -> Tensor:
+    """A number for each channel, for images (channels, height, width, batch)."""
+    return value[:, None, None, None]
+
+
+def _beside(x: Tensor, dim: int | None, clients: int) -> Tensor:
+    """A stack of (batch, groups), its clients along ``dim``, with the groups of all clients beside each other."""
+    x = x.expand(clients, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.transpose(0, 1).flatten(1)

@@ -1,0 +1,116 @@
+"""Max and mean pooling of a stack's clients in one call.
+
+Pooling takes channels and samples alike, one by one: with the batch in the place of the channels, images whose batch
+lies innermost are what PyTorch calls channels last, which its kernels vectorise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.layout.memory import Dims, apart, last
+
+aten = torch.ops.aten
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Images with batch and channels exchanged, as they lie; what does not lie as it should is copied."""
+    return x.transpose(0, 1).contiguous(memory_format=torch.channels_last)
+
+
+class MaxPool(torch.autograd.Function):
+    """Max pooling and where the largest values were."""
+
+    @staticmethod
+    def forward(x: Tensor, options: Any) -> Any:
+        return tuple(value.transpose(0, 1) for value in aten.max_pool2d_with_indices(_turned(x), *options))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.options = inputs
+        ctx.save_for_backward(x, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        x, indices = ctx.saved_tensors
+        return MaxPoolBackward.apply(grad, x, indices, ctx.options), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, options: Any) -> Any:
+        clients = info.batch_size
+        pooled, indices = MaxPool.apply(last(x, in_dims[0], clients), options)
+        return (apart(pooled, clients), apart(indices, clients)), (1, 1)
+
+
+class MaxPoolBackward(torch.autograd.Function):
+    """The gradient of max pooling."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, indices: Tensor, options: Any) -> Tensor:
+        grad, x, indices = (_turned(value) for value in (grad, x, indices))
+        return aten.max_pool2d_with_indices_backward(grad, x, *options, indices).transpose(0, 1)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, _, indices, _ = inputs
+        ctx.save_for_backward(indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        return grad.flatten(-2).gather(-1, indices.flatten(-2)).view(indices.shape), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, indices: Tensor, options: Any) -> Any:
+        clients = info.batch_size
+        images = (last(value, dim, clients) for value, dim in zip((grad, x, indices), in_dims, strict=False))
+        return apart(MaxPoolBackward.apply(*images, options), clients), 1
+
+
+class MeanPool(torch.autograd.Function):
+    """Mean pooling."""
+
+    @staticmethod
+    def forward(x: Tensor, options: Any) -> Tensor:
+        return aten.avg_pool2d(_turned(x), *options).transpose(0, 1)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.options = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return MeanPoolBackward.apply(grad, x, ctx.options), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, options: Any) -> Any:
+        clients = info.batch_size
+        return apart(MeanPool.apply(last(x, in_dims[0], clients), options), clients), 1
+
+
+class MeanPoolBackward(torch.autograd.Function):
+    """The gradient of mean pooling; of ``x`` only the shape matters."""
+
+    @staticmethod
+    def forward(grad: Tensor, x: Tensor, options: Any) -> Tensor:
+        return aten.avg_pool2d_backward(_turned(grad), _turned(x), *options).transpose(0, 1)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.options = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return MeanPool.apply(grad, ctx.options), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, options: Any) -> Any:
+        clients = info.batch_size
+        images = (last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        return apart(MeanPoolBackward.apply(*images, options), clients), 1
