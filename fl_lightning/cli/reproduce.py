@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 import statistics
+import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -124,7 +126,7 @@ def _run_all(console: Console, records: Records, runs: dict[str, Config], seeds:
     # Spawned, not forked: every run starts from a clean process, with threads of its own.
     context = multiprocessing.get_context("spawn")
     view = View("run", len(todo), quiet=console.quiet or not todo, console=console)
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool, view:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool, view:
         waiting = {pool.submit(run_cell, root, config, seed): (config, seed) for config, seed in todo}
         left, done = set(waiting), 0
         while left:
@@ -139,6 +141,16 @@ def _run_all(console: Console, records: Records, runs: dict[str, Config], seeds:
             running = [(waiting[future], part) for future in left if (part := progress_of(root, *waiting[future]))]
             facts = (f"{_name(*run)} {part.rounds}/{part.total} {part.accuracy:.1f} %" for run, part in running)
             view.update(done + sum(part.rounds / part.total for _, part in running), *facts)
+
+
+def end_with_parent() -> None:
+    """Let this process end as soon as the one that started it does, however that was ended.
+
+    Else a run would go on after its command was killed, beside the one that a new command starts in the same folder.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _name(config: Config, seed: int) -> str:
