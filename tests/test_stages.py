@@ -162,7 +162,7 @@ def test_phases_end_after_their_steps_alike_in_every_engine(
         assert [method.snapshots[c].steps for c in range(5)] == [bound + n for n in (5, 4, 1, 2, 1)]
         ends.append(weights(method))
     assert largest_difference(ends[0], ends[1]) < 1e-12
-    assert largest_difference(ends[1], ends[-1]) == 0.0
+    assert largest_difference(ends[1], ends[-1]) < 1e-12  # captured steps round where products go into the weights
 
 
 def test_bounded_steps_are_the_first_of_unbounded_ones() -> None:
