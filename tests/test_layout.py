@@ -220,5 +220,15 @@ def test_what_is_not_mapped_or_not_images_is_left_to_pytorch() -> None:
     assert values.shape == indices.shape == (CLIENTS, 2, 2, 2)
 
 
+def test_under_autocast_pytorch_chooses_the_precision() -> None:
+    def net(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return F.batch_norm(F.conv2d(x, weight), None, None, scale, scale, True)
+
+    args = [value.float() for value in (rand(2, 2, 5, 5), rand(3, 2, 3, 3), rand(3))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = torch.vmap(ours(net))(*args), torch.vmap(net)(*args)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_memory_is_kept_where_the_library_allows_it() -> None:
     assert keep_memory() in (True, False)

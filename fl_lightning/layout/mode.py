@@ -18,16 +18,21 @@ from fl_lightning.layout.pooling import MaxPool, MeanPool
 
 
 class BatchLast(TorchFunctionMode):
-    """Within it, convolutions, pooling and normalisation of mapped images are done for all clients at once."""
+    """Within it, convolutions, pooling and normalisation of mapped images are done for all clients at once.
+
+    Under autocast PyTorch chooses the precision of every call by what is called: nothing is replaced then.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the calls that there is a better way for."""
         kwargs = kwargs or {}
         better = BETTER.get(func)
         image = args[0] if args else kwargs.get("input")
-        if better is not None and is_functorch_wrapped_tensor(image) and image.dim() == 4:
-            return better(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        if better is None or not is_functorch_wrapped_tensor(image) or image.dim() != 4:
+            return func(*args, **kwargs)
+        if torch.is_autocast_enabled(image.device.type):
+            return func(*args, **kwargs)
+        return better(func, *args, **kwargs)
 
 
 def _conv2d(
