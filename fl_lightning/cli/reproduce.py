@@ -148,9 +148,14 @@ def end_with_parent() -> None:
 
     Else a run would go on after its command was killed, beside the one that a new command starts in the same folder.
     """
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _name(config: Config, seed: int) -> str:
