@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_lightning.federation import Federation, Split
-from fl_lightning.layout import BatchLast
+from fl_lightning.layout import StackLayout
 from fl_lightning.metrics import ClientAccuracy, client_summary
 from fl_lightning.wire import State, fast_copy
 
@@ -206,7 +206,7 @@ def _stacked_losses(module: FederatedModule, states: Sequence[State], client: in
         x, y = federation.gather([client], part[None], module.compute_dtype)
 
         def one(state: State, x: Tensor = x[0], y: Tensor = y[0]) -> Tensor:
-            with BatchLast():
+            with StackLayout():
                 return module.batch_loss(state, x, y, training=False)[0]
 
         total += torch.vmap(one)(stacked).double() * len(part)
@@ -232,7 +232,7 @@ def _stacked(module: FederatedModule, clients: list[int], split: Split) -> list[
     index = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
     def one(state: State, x: Tensor) -> Tensor:
-        with BatchLast():
+        with StackLayout():
             return module.call(state, x, training=False)[0]
 
     logits = []

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from fl_lightning.engine.memory import keep_memory
 from fl_lightning.errors import FederationError
-from fl_lightning.layout import BETTER, BatchLast, products
-from fl_lightning.layout.convolution import Convolution
-from fl_lightning.layout.memory import last
-from fl_lightning.layout.normalisation import BatchNorm
+from fl_lightning.layout import BETTER, StackLayout, products
+from fl_lightning.layout.convolution import Convolution, suits_groups
+from fl_lightning.layout.memory import as_it_lies, batch_last, channels_last, has_channels_last
+from fl_lightning.layout.normalisation import BatchNorm, GroupNorm
 from fl_lightning.layout.pooling import MaxPool, MeanPool
 
 CLIENTS = 3
@@ -25,9 +25,19 @@ def rand(*shape: int, ties: bool = False) -> Tensor:
     return drawn.round() if ties else drawn
 
 
+def lying(x: Tensor, order: str) -> Tensor:
+    """A stack of images as it comes from a layer before, with the batch or the channels innermost."""
+    places = {"batch": (0, 2, 3, 4, 1), "channels": (1, 3, 4, 0, 2)}[order]
+    back = [places.index(i) for i in range(5)]
+    return x.permute(places).contiguous().permute(back)
+
+
+both_orders = pytest.mark.parametrize("order", ["batch", "channels"])
+
+
 def ours(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def within(*args: Tensor) -> Tensor:
-        with BatchLast():
+        with StackLayout():
             return function(*args)
 
     return within
@@ -68,13 +78,16 @@ CONVOLUTIONS = [
 ]
 
 
+@both_orders
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("channels", [4, 8])
 @pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
-def test_convolutions(options: dict[str, int], bias: bool) -> None:
+def test_convolutions(options: dict[str, int], channels: int, bias: bool, order: str) -> None:
+    """Of four channels by products, of eight in groups, on images that come either way."""
     groups = options.get("groups", 1)
-    x, weight = rand(2, 4, 8, 7), rand(8, 4 // groups, 3, 3)
+    x, weight = lying(rand(2, channels, 8, 7), order), rand(2 * channels, channels // groups, 3, 3)
     if bias:
-        agree(lambda x, w, b: F.conv2d(x, w, b, **options), x, weight, rand(8))
+        agree(lambda x, w, b: F.conv2d(x, w, b, **options), x, weight, rand(2 * channels))
     else:
         agree(lambda x, w: F.conv2d(x, w, **options), x, weight)
 
@@ -102,26 +115,42 @@ def test_convolutions_of_several_stacks_at_once() -> None:
     torch.testing.assert_close(both(ours(F.conv2d)), both(F.conv2d), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("options", [([1, 1], [1, 1], [1, 1], 3), ([2, 1], [0, 2], [1, 2], 3)])
-def test_what_a_capture_is_told_of_convolutions_is_true(options: tuple[list[int], list[int], list[int], int]) -> None:
+def test_what_a_capture_is_told_of_convolutions_is_true(
+    options: tuple[list[int], list[int], list[int], int], channels: int
+) -> None:
     """Shapes, strides and that nothing is written to, checked by PyTorch."""
-    x, weight = rand(2, 2, 7, 6).movedim(0, 1).flatten(1, 2), rand(4, 2, 3, 3).flatten(0, 1)
+    x, weight = rand(2, channels, 7, 6).movedim(0, 1).flatten(1, 2), rand(4, channels, 3, 3).flatten(0, 1)
     torch.library.opcheck(products.convolution, (x, weight, weight[:, 0, 0, 0].clone(), *options))
     grad = torch.ones_like(products.convolution(x, weight, None, *options))
     torch.library.opcheck(products.by_input, (grad, x, weight, *options))
     torch.library.opcheck(products.by_weight, (grad, x, weight, *options))
 
 
-def test_images_lie_with_the_batch_innermost_from_layer_to_layer() -> None:
+@pytest.mark.parametrize(("channels", "order"), [(2, "batch"), (8, "channels")])
+def test_images_lie_as_convolutions_leave_them(channels: int, order: str) -> None:
     """What convolutions return is what pooling and normalisation take and return, with nothing copied in between."""
-    x = last(rand(4, 2, 8, 8), 0, CLIENTS)
-    weight, scale = rand(3, 2, 3, 3).flatten(0, 1), rand(3).flatten()
+    x = {"batch": batch_last, "channels": channels_last}[order](rand(4, channels, 8, 8), 0, CLIENTS)
+    weight, scale = rand(8, channels, 3, 3).flatten(0, 1), rand(8).flatten()
     convolved = Convolution.apply(x, weight, scale, ([1, 1], [1, 1], [1, 1], CLIENTS))
     pooled = MaxPool.apply(convolved, ([2, 2], [2, 2], [0, 0], [1, 1], False))[0]
     means = MeanPool.apply(convolved, ([2, 2], [2, 2], [0, 0], False, True, None))
-    normal = BatchNorm.apply(convolved, scale, scale, 1e-5)[0]
-    for images in (x, convolved, pooled, means, normal):
-        assert images.permute(1, 2, 3, 0).is_contiguous()
+    batch_normal = BatchNorm.apply(convolved, scale, scale, 1e-5)[0]
+    group_normal = GroupNorm.apply(convolved, scale, scale, 2 * CLIENTS, 1e-5)[0]
+    for images in (x, convolved, pooled, means, batch_normal, group_normal):
+        assert images.permute(1, 2, 3, 0).is_contiguous() == (order == "batch")
+        assert has_channels_last(images) == (order == "channels")
+        back = images.unflatten(1, (CLIENTS, -1)).movedim(1, 0)
+        assert as_it_lies(back, 0, CLIENTS).data_ptr() == images.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "channels", "groups"),
+    [(16, 1, True), (16, 3, True), (32, 16, True), (1, 1, True), (6, 1, False), (16, 6, False), (10, 8, False)],
+)
+def test_which_convolutions_are_products(outputs: int, channels: int, groups: bool) -> None:
+    assert suits_groups(torch.empty(CLIENTS * outputs, channels, 5, 5), CLIENTS) == groups
 
 
 def test_convolutions_of_one_channel_whose_memory_is_ambiguous() -> None:
@@ -137,14 +166,16 @@ def test_what_clients_share_is_shared(in_dims: tuple[int | None, ...]) -> None:
     agree(F.conv2d, *values, in_dims=in_dims)
 
 
+@both_orders
 @pytest.mark.parametrize("options", [{}, {"stride": 1}, {"padding": 1}, {"ceil_mode": True}], ids=str)
-def test_max_pooling_takes_the_first_of_equal_values(options: dict[str, int]) -> None:
-    agree(lambda x: F.max_pool2d(x, 2, **options), rand(3, 4, 7, 6, ties=True))
+def test_max_pooling_takes_the_first_of_equal_values(options: dict[str, int], order: str) -> None:
+    agree(lambda x: F.max_pool2d(x, 2, **options), lying(rand(3, 4, 7, 6, ties=True), order))
 
 
+@both_orders
 @pytest.mark.parametrize("options", [{}, {"stride": 1}, {"padding": 1, "count_include_pad": False}], ids=str)
-def test_mean_pooling(options: dict[str, int]) -> None:
-    agree(lambda x: F.avg_pool2d(x, 2, **options), rand(3, 4, 7, 6))
+def test_mean_pooling(options: dict[str, int], order: str) -> None:
+    agree(lambda x: F.avg_pool2d(x, 2, **options), lying(rand(3, 4, 7, 6), order))
 
 
 def test_layers_are_found_in_a_net() -> None:
@@ -167,24 +198,28 @@ def test_layers_are_found_in_a_net() -> None:
     assert seen == ["_conv2d", "_batch_norm", "_group_norm", "_max_pool2d"]
 
 
-def test_batch_norm_and_its_running_statistics() -> None:
+@both_orders
+def test_batch_norm_and_its_running_statistics(order: str) -> None:
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         mean, var = torch.full((4,), 0.5, dtype=x.dtype) + 0 * weight.detach(), 1 + 0 * weight.detach()
         result = F.batch_norm(x, mean, var, weight, bias, True, 0.3, 1e-5)
         return torch.cat([result.flatten(), mean, var])
 
-    agree(norm, rand(3, 4, 5, 6), rand(4), rand(4))
+    agree(norm, lying(rand(3, 4, 5, 6), order), rand(4), rand(4))
 
 
+@both_orders
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_group_norm(groups: int) -> None:
-    agree(lambda x, weight, bias: F.group_norm(x, groups, weight, bias), rand(3, 4, 5, 6), rand(4), rand(4))
-    agree(lambda x, weight: F.group_norm(x, groups, weight, weight), rand(3, 4, 5, 6), rand(4), in_dims=(0, 0))
-    agree(lambda x: F.group_norm(x, groups), rand(3, 4, 5, 6))  # without scale and shift, by PyTorch
+def test_group_norm(groups: int, order: str) -> None:
+    x = lying(rand(3, 4, 5, 6), order)
+    agree(lambda x, weight, bias: F.group_norm(x, groups, weight, bias), x, rand(4), rand(4))
+    agree(lambda x, weight: F.group_norm(x, groups, weight, weight), x, rand(4), in_dims=(0, 0))
+    agree(lambda x: F.group_norm(x, groups), x)  # without scale and shift, by PyTorch
 
 
-def test_second_derivatives() -> None:
-    x, weight, bias = rand(2, 2, 7, 7), rand(4, 2, 3, 3), rand(4)
+@pytest.mark.parametrize("channels", [2, 8])
+def test_second_derivatives(channels: int) -> None:
+    x, weight, bias = rand(2, channels, 7, 7), rand(2 * channels, channels, 3, 3), rand(2 * channels)
 
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.max_pool2d(F.avg_pool2d(F.conv2d(x, weight, bias).pow(3), 2, 1), 2).pow(2).sum()

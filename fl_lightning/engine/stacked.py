@@ -17,7 +17,7 @@ from fl_lightning.engine.local import LocalSGD
 from fl_lightning.engine.memory import keep_memory
 from fl_lightning.engine.schedule import ClientSchedule, StackSamples, batch_sizes, epoch_noise, scalars
 from fl_lightning.federation import Federation
-from fl_lightning.layout import BatchLast
+from fl_lightning.layout import StackLayout
 from fl_lightning.wire import State
 
 
@@ -238,7 +238,7 @@ def flat_move(move: Move, phase: Phase, state: State, batch: Batch) -> Callable[
     def one(*leaves: Tensor) -> Update:
         left = iter(leaves)
         own, data, noise, scalars = ({name: next(left) for name in part} for part in names)
-        with BatchLast():
+        with StackLayout():
             return move(own, Batch(data["x"], data["y"], noise, scalars), phase, functional_gradient)
 
     return torch.vmap(one, randomness="error")

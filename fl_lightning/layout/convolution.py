@@ -8,14 +8,24 @@ import torch
 from torch import Tensor
 
 from fl_lightning.layout import products
-from fl_lightning.layout.memory import Dims, apart, inward, joined, last, outward
+from fl_lightning.layout.memory import Dims, apart, batch_last, channels_last, inward, joined
 
 aten = torch.ops.aten
 
 
-def _is_depthwise(weight: Tensor, groups: int) -> bool:
-    """Whether there is nothing to multiply matrices for: one channel in and one out for each group."""
-    return weight.shape[0] == groups and weight.shape[1] == 1
+def suits_groups(weight: Tensor, groups: int) -> bool:
+    """Whether PyTorch's convolutions in groups, with the channels innermost, are faster than matrix products.
+
+    They are where numbers of channels fill vector registers, and where there is nothing to multiply matrices for. Of
+    one or three channels, as pictures have, no gradient is asked for: there the outputs matter alone.
+    """
+    outputs, channels = weight.shape[0] // groups, weight.shape[1]
+    depthwise = outputs == channels == 1
+    return depthwise or (outputs % 8 == 0 and (channels % 8 == 0 or channels in (1, 3)))
+
+
+def _images(x: Tensor, dim: int | None, clients: int, by_groups: bool) -> Tensor:
+    return (channels_last if by_groups else batch_last)(x, dim, clients)
 
 
 class Convolution(torch.autograd.Function):
@@ -24,11 +34,9 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Tensor:
         stride, padding, dilation, groups = options
-        if _is_depthwise(weight, groups):
+        if suits_groups(weight, groups):
             images = x.contiguous(memory_format=torch.channels_last)
-            return outward(
-                inward(aten.convolution(images, weight, bias, stride, padding, dilation, False, [0, 0], groups))
-            )
+            return aten.convolution(images, weight, bias, stride, padding, dilation, False, [0, 0], groups)  # type: ignore[no-any-return]
         return products.convolution(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -47,7 +55,8 @@ class Convolution(torch.autograd.Function):
     def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Any:
         clients, (*others, groups) = info.batch_size, options
         biases = None if bias is None else joined(bias, in_dims[2], clients)
-        images, weights = last(x, in_dims[0], clients), joined(weight, in_dims[1], clients)
+        weights = joined(weight, in_dims[1], clients)
+        images = _images(x, in_dims[0], clients, suits_groups(weights, clients * groups))
         result = Convolution.apply(images, weights, biases, (*others, clients * groups))
         return apart(result, clients), 1
 
@@ -58,7 +67,7 @@ class ConvolutionBackward(torch.autograd.Function):
     @staticmethod
     def forward(grad: Tensor, x: Tensor, weight: Tensor, options: Any, asked: Any) -> Any:
         stride, padding, dilation, groups = options
-        if _is_depthwise(weight, groups):
+        if suits_groups(weight, groups):
             images = (value.contiguous(memory_format=torch.channels_last) for value in (grad, x))
             sizes = [weight.shape[0]] if asked[2] else None
             grads = aten.convolution_backward(
@@ -99,8 +108,9 @@ class ConvolutionBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, options: Any, asked: Any) -> Any:
         clients, (*others, groups) = info.batch_size, options
-        images = (last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
         weights = joined(weight, in_dims[2], clients)
+        by_groups = suits_groups(weights, clients * groups)
+        images = (_images(value, dim, clients, by_groups) for value, dim in zip((grad, x), in_dims, strict=False))
         grads = iter(ConvolutionBackward.apply(*images, weights, (*others, clients * groups), asked))
         parts = [
             (apart(next(grads), clients), 1) if i == 0 else (next(grads).unflatten(0, (clients, -1)), 0)

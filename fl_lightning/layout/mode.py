@@ -17,7 +17,7 @@ from fl_lightning.layout.normalisation import BatchNorm, GroupNorm
 from fl_lightning.layout.pooling import MaxPool, MeanPool
 
 
-class BatchLast(TorchFunctionMode):
+class StackLayout(TorchFunctionMode):
     """Within it, convolutions, pooling and normalisation of mapped images are done for all clients at once.
 
     Under autocast PyTorch chooses the precision of every call by what is called: nothing is replaced then.

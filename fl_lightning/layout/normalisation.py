@@ -1,4 +1,7 @@
-"""BatchNorm and GroupNorm of a stack's clients in one call."""
+"""BatchNorm and GroupNorm of a stack's clients in one call.
+
+With the channels innermost PyTorch's own kernels serve; with the batch innermost they would copy the images.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import FederationError
-from fl_lightning.layout.memory import Dims, apart, inward, joined, last, outward
+from fl_lightning.layout.memory import Dims, apart, as_it_lies, has_channels_last, inward, joined, outward
+
+aten = torch.ops.aten
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
@@ -21,6 +26,8 @@ class BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        if has_channels_last(x):
+            return aten.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
         images = inward(x)
         rows = images.flatten(1)
         mean = rows.mean(1, keepdim=True)
@@ -43,7 +50,7 @@ class BatchNorm(torch.autograd.Function):
     def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
         clients = info.batch_size
         own = (joined(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
-        result, *statistics = BatchNorm.apply(last(x, in_dims[0], clients), *own, eps)
+        result, *statistics = BatchNorm.apply(as_it_lies(x, in_dims[0], clients), *own, eps)
         return (apart(result, clients), *(s.unflatten(0, (clients, -1)) for s in statistics)), (1, 0, 0)
 
 
@@ -52,6 +59,9 @@ class BatchNormBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse_std: Tensor) -> Any:
+        if has_channels_last(x):
+            statistics = (None, None, mean, inverse_std, True, 0.0)  # running ones and epsilon are not for training
+            return aten.native_batch_norm_backward(grad, x, weight, *statistics, [True, True, True])
         images, given = inward(x), inward(grad).flatten(1)
         count, scale = given.shape[1], (weight * inverse_std)[:, None]
         centred = images.flatten(1) - mean[:, None]
@@ -71,7 +81,7 @@ class BatchNormBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, *others: Tensor) -> Any:
         clients = info.batch_size
-        images = (last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        images = (as_it_lies(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
         own = (joined(value, dim, clients) for value, dim in zip(others, in_dims[2:], strict=False))
         result, *grads = BatchNormBackward.apply(*images, *own)
         return (apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
@@ -82,6 +92,8 @@ class GroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Any:
+        if has_channels_last(x):
+            return aten.native_group_norm(x, weight, bias, *_sizes(x), groups, eps)
         images = inward(x)
         blocks = _blocks(images, groups)
         mean = blocks.mean(1, keepdim=True)
@@ -104,7 +116,7 @@ class GroupNorm(torch.autograd.Function):
     def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Any:
         clients = info.batch_size
         own = (joined(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
-        results = GroupNorm.apply(last(x, in_dims[0], clients), *own, clients * groups, eps)
+        results = GroupNorm.apply(as_it_lies(x, in_dims[0], clients), *own, clients * groups, eps)
         return tuple(apart(result, clients) for result in results), (1, 1, 1)
 
 
@@ -113,6 +125,10 @@ class GroupNormBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse_std: Tensor, groups: int) -> Any:
+        if has_channels_last(x):
+            given = grad.contiguous(memory_format=torch.channels_last)
+            sizes = (*_sizes(x), groups)
+            return aten.native_group_norm_backward(given, x, mean, inverse_std, weight, *sizes, [True, True, True])
         images, given = inward(x), inward(grad)
         means, scales = (value.T.unsqueeze(1) for value in (mean, inverse_std))
         normal = (_blocks(images, groups) - means) * scales
@@ -133,11 +149,16 @@ class GroupNormBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> Any:
         clients, (*statistics, groups) = info.batch_size, others
-        images = (last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        images = (as_it_lies(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
         stack = (_beside(value, dim, clients) for value, dim in zip(statistics, in_dims[3:], strict=False))
         weights = joined(weight, in_dims[2], clients)
         result, *grads = GroupNormBackward.apply(*images, weights, *stack, clients * groups)
         return (apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Samples, channels, and places of a channel."""
+    return x.shape[0], x.shape[1], x.shape[2] * x.shape[3]
 
 
 def _blocks(images: Tensor, groups: int) -> Tensor:

@@ -1,24 +1,35 @@
 """Max and mean pooling of a stack's clients in one call.
 
-Pooling takes channels and samples alike, one by one: with the batch in the place of the channels, images whose batch
-lies innermost are what PyTorch calls channels last, which its kernels vectorise.
+PyTorch's kernels are vectorised for images with the channels innermost. Pooling takes channels and samples alike, one
+by one: with the batch in the place of the channels, images whose batch lies innermost are such images, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.layout.memory import Dims, apart, last
+from fl_lightning.layout.memory import Dims, apart, as_it_lies, has_channels_last
 
 aten = torch.ops.aten
 
 
-def _turned(x: Tensor) -> Tensor:
-    """Images with batch and channels exchanged, as they lie; what does not lie as it should is copied."""
-    return x.transpose(0, 1).contiguous(memory_format=torch.channels_last)
+def _pool(kernel: Callable[..., Any], x: Tensor, *others: Any) -> Any:
+    """Call a kernel with images whose channels are innermost, or, where the batch is, with the two exchanged."""
+    if has_channels_last(x):
+        return kernel(*(_innermost(value) for value in (x, *others)))
+    result = kernel(*(_innermost(value, exchanged=True) for value in (x, *others)))
+    return result.transpose(0, 1) if isinstance(result, Tensor) else tuple(value.transpose(0, 1) for value in result)
+
+
+def _innermost(value: Any, exchanged: bool = False) -> Any:
+    """Images as they lie, or a copy with the channels innermost; what is no tensor stays as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return (value.transpose(0, 1) if exchanged else value).contiguous(memory_format=torch.channels_last)
 
 
 class MaxPool(torch.autograd.Function):
@@ -26,7 +37,7 @@ class MaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, options: Any) -> Any:
-        return tuple(value.transpose(0, 1) for value in aten.max_pool2d_with_indices(_turned(x), *options))
+        return _pool(aten.max_pool2d_with_indices, x, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -42,7 +53,7 @@ class MaxPool(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        pooled, indices = MaxPool.apply(last(x, in_dims[0], clients), options)
+        pooled, indices = MaxPool.apply(as_it_lies(x, in_dims[0], clients), options)
         return (apart(pooled, clients), apart(indices, clients)), (1, 1)
 
 
@@ -51,8 +62,7 @@ class MaxPoolBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, indices: Tensor, options: Any) -> Tensor:
-        grad, x, indices = (_turned(value) for value in (grad, x, indices))
-        return aten.max_pool2d_with_indices_backward(grad, x, *options, indices).transpose(0, 1)  # type: ignore[no-any-return]
+        return _pool(aten.max_pool2d_with_indices_backward, grad, x, *options, indices)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -67,7 +77,7 @@ class MaxPoolBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, indices: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        images = (last(value, dim, clients) for value, dim in zip((grad, x, indices), in_dims, strict=False))
+        images = (as_it_lies(value, dim, clients) for value, dim in zip((grad, x, indices), in_dims, strict=False))
         return apart(MaxPoolBackward.apply(*images, options), clients), 1
 
 
@@ -76,7 +86,7 @@ class MeanPool(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, options: Any) -> Tensor:
-        return aten.avg_pool2d(_turned(x), *options).transpose(0, 1)  # type: ignore[no-any-return]
+        return _pool(aten.avg_pool2d, x, *options)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -91,7 +101,7 @@ class MeanPool(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        return apart(MeanPool.apply(last(x, in_dims[0], clients), options), clients), 1
+        return apart(MeanPool.apply(as_it_lies(x, in_dims[0], clients), options), clients), 1
 
 
 class MeanPoolBackward(torch.autograd.Function):
@@ -99,7 +109,7 @@ class MeanPoolBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, options: Any) -> Tensor:
-        return aten.avg_pool2d_backward(_turned(grad), _turned(x), *options).transpose(0, 1)  # type: ignore[no-any-return]
+        return _pool(aten.avg_pool2d_backward, grad, x, *options)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -112,5 +122,5 @@ class MeanPoolBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        images = (last(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        images = (as_it_lies(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
         return apart(MeanPoolBackward.apply(*images, options), clients), 1

@@ -203,7 +203,8 @@ def by_weight(
             window = sizes.window(columns, i)
             torch.bmm(*((own, window.mT) if upright else (window, own.mT)), out=product[part])
     rows = products if upright else products.mT
-    return rows.unflatten(3, (sizes.channels, -1)).permute(1, 2, 3, 0, 4).reshape(weight.shape)  # type: ignore[no-any-return, no-untyped-call]
+    apart = rows.unflatten(3, (sizes.channels, -1)).permute(1, 2, 3, 0, 4)  # type: ignore[no-untyped-call]
+    return apart.reshape(weight.shape).contiguous()  # type: ignore[no-any-return]  # of one channel, it is still a view
 
 
 @by_weight.register_fake
