@@ -42,6 +42,7 @@ class WorkerEngine(Engine):
         self.engine = engine
         self.workers = workers
         self._pool: list[_Worker] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def choice(self) -> str | None:
@@ -61,9 +62,10 @@ class WorkerEngine(Engine):
         self.engine.reset()
         while self._pool:
             self._pool.pop().stop()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": []}  # processes stay here
+        return {**self.__dict__, "_pool": [], "_memory": torch.empty(0, dtype=torch.uint8)}  # processes stay here
 
     def train(
         self,
@@ -83,9 +85,11 @@ class WorkerEngine(Engine):
             self._pool = self._start(send(), federation)
         # Jobs come by falling size, so dealing them out in turn gives every worker about as much to do.
         shares = [list(range(i, len(jobs), self.workers)) for i in range(min(self.workers, len(jobs)))]
+        # One piece of memory for all, and for all rounds: the model that clients share is copied once.
+        layouts, self._memory = _pack([job.state for job in jobs], self._memory)
         for worker, share in zip(self._pool, shares, strict=False):
-            clients, states = [jobs[i].client for i in share], [jobs[i].state for i in share]
-            worker.begin(_Task(method.local, round, max_steps, clients, *_pack(states)))
+            clients, own = [jobs[i].client for i in share], [layouts[i] for i in share]
+            worker.begin(_Task(method.local, round, max_steps, clients, own, self._memory))
         results: dict[int, Result] = {}
         for worker, share in zip(self._pool, shares, strict=False):
             results |= dict(zip(share, worker.results(), strict=True))
@@ -126,8 +130,13 @@ class _Place:
         return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def _pack(states: Sequence[State]) -> tuple[list[dict[str, _Place]], torch.Tensor]:
-    """Put tensors into one piece of shared memory; one that several states share is put there once."""
+def _pack(states: Sequence[State], memory: torch.Tensor | None = None) -> tuple[list[dict[str, _Place]], torch.Tensor]:
+    """Put tensors into one piece of shared memory; one that several states share is put there once.
+
+    Args:
+        states: the tensors by name.
+        memory: shared memory that may be written to, used if it is large enough.
+    """
     places: dict[tuple[Any, ...], tuple[_Place, torch.Tensor]] = {}
     layouts: list[dict[str, _Place]] = []
     end = 0
@@ -141,7 +150,8 @@ def _pack(states: Sequence[State]) -> tuple[list[dict[str, _Place]], torch.Tenso
                 end = -(-place.stop // 64) * 64
             layout[name] = places[key][0]
         layouts.append(layout)
-    memory = torch.empty(end, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    if memory is None or len(memory) < end:
+        memory = torch.empty(end, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
     for place, value in places.values():
         _at(memory, place).copy_(value)
     return layouts, memory
