@@ -149,11 +149,26 @@ class Federation:
                 value.offsets.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
-    def features(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
-        """Normalise gathered raw inputs and bring them to the net's precision; integer tokens stay as they are."""
+    def features(self, raw: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Normalise gathered raw inputs and bring them to the net's precision; integer tokens stay as they are.
+
+        Args:
+            raw: the inputs.
+            dtype: floating precision of the net.
+            out: where to write the result to, shaped as ``raw``.
+        """
         if self.mean is None or self.std is None:
-            return raw.to(dtype) if raw.is_floating_point() else raw
-        return raw.to(dtype).sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
+            result = raw.to(dtype) if raw.is_floating_point() else raw
+            return result if out is None else out.copy_(result)
+        result = raw.to(dtype) if out is None else out.copy_(raw)
+        return result.sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
+
+    def labels(self, clients: Sequence[int], index: Tensor) -> Tensor:
+        """Labels of samples as their clients see them; ``index`` of shape (K, B) has one row per client."""
+        targets = self.targets.index_select(0, index.reshape(-1)).view(index.shape)
+        if self.label_maps is None:
+            return targets
+        return self.label_maps[torch.tensor(clients, device=self.device)].gather(1, targets)
 
     def gather(
         self,
@@ -175,12 +190,8 @@ class Federation:
         """
         flat = index.reshape(-1)
         raw = self.inputs.index_select(0, flat)
-        targets = self.targets.index_select(0, flat).view(index.shape)
         if self.augment is not None and rngs is not None:
             parts = raw.view(*index.shape, *raw.shape[1:])
             raw = torch.stack([self.augment(part, rng) for part, rng in zip(parts, rngs, strict=True)]).flatten(0, 1)
-        if self.label_maps is not None:
-            rows = torch.tensor(clients, device=self.device)
-            targets = self.label_maps[rows].gather(1, targets)
         inputs = self.features(raw, dtype)
-        return inputs.view(*index.shape, *inputs.shape[1:]), targets
+        return inputs.view(*index.shape, *inputs.shape[1:]), self.labels(clients, index)

@@ -29,6 +29,22 @@ CONSTANTS = {
     aten.new_ones.default, aten.new_full.default, aten.eye.default,
 }  # fmt: skip
 
+#: Operations that have a function of their own in ``torch``, which costs less to call; their arguments are the same.
+CALLS = {
+    operation: getattr(torch, name)
+    for name in (
+        "_log_softmax", "abs", "bmm", "exp", "gather", "log", "neg", "relu", "rsqrt", "scatter_add", "sigmoid", "sqrt",
+        "tanh", "unsqueeze",
+    )
+    for operation in [getattr(aten, name).default]
+} | {
+    aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub, aten.mul.Tensor: torch.mul, aten.div.Tensor: torch.div,
+    aten.mean.dim: torch.mean, aten.sum.dim_IntList: torch.sum, aten.transpose.int: torch.transpose,
+    aten.permute.default: torch.permute,
+}  # fmt: skip
+#: The same for methods of tensors.
+METHODS = {aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand"}
+
 
 class Numbers(NamedTuple):
     """The numbers of a :class:`Product`, whose tensors a step returns: two sides, and the rest."""
@@ -296,8 +312,18 @@ def _split(
     copies = {node: second.placeholder(node.name) for node in [*needed, *inputs]}
     for node in module.graph.nodes:
         if node.op != "placeholder" and node not in early:
-            copies[node] = second.node_copy(node, lambda n: copies[n])
+            copies[node] = _called(second.node_copy(node, lambda n: copies[n]))
     return fx.GraphModule(module, first).forward, fx.GraphModule(module, second).forward
+
+
+def _called(node: fx.Node) -> fx.Node:
+    """The node, called in the way that costs least."""
+    if node.op == "call_function" and not node.kwargs:
+        if node.target in METHODS:
+            node.op, node.target = "call_method", METHODS[node.target]
+        else:
+            node.target = CALLS.get(node.target, node.target)
+    return node
 
 
 def _early(graph: fx.Graph, state: set[fx.Node], pure: bool) -> dict[fx.Node, None]:

@@ -25,9 +25,8 @@ class LocalSGD:
     def __init__(self, local: LocalTraining) -> None:
         self.local = local
 
-    @torch.no_grad()
     def apply(self, update: Update, state: State, velocity: State) -> None:
-        """Apply one move's update in place.
+        """Apply one move's update in place; autograd must be off.
 
         Args:
             update: gradients and changed entries.

@@ -82,14 +82,29 @@ class StackSamples:
         size = len(self.index) * federation.inputs[0].numel() * dtype.itemsize
         self.kept: tuple[Tensor, Tensor] | None = None
         if again and federation.augment is None and size <= self.most:
-            parts = [federation.gather([s.client], s.index[None], dtype) for s in schedules]
-            self.kept = torch.cat([x[0] for x, _ in parts]), torch.cat([y[0] for _, y in parts])
+            self.kept = self._inputs(), torch.cat([federation.labels([s.client], s.index[None])[0] for s in schedules])
 
-    def orders(self, done: int) -> Tensor:
-        """Places of the next epoch's samples among those of all clients, from client ``done`` on, padded."""
+    def _inputs(self) -> Tensor:
+        """The normalised inputs of all clients, made client by client: what is at work then fits a cache."""
+        federation, raw = self.federation, self.federation.inputs
+        precision = raw.dtype if federation.mean is None and not raw.is_floating_point() else self.dtype
+        inputs = raw.new_empty(len(self.index), *raw.shape[1:], dtype=precision)
+        for schedule, start, stop in zip(self.schedules, self.starts, self.starts[1:], strict=False):
+            federation.features(raw.index_select(0, schedule.index), self.dtype, out=inputs[start:stop])
+        return inputs
+
+    def orders(self, done: int, size: int) -> Sequence[Tensor]:
+        """Places of the next epoch's samples among those of all clients, from client ``done`` on.
+
+        Returns:
+            For each step of the epoch, the places of every client's batch, shape (K, size), padded where it is shorter.
+        """
         drawn = zip(self.starts[done:], self.schedules[done:], strict=False)
         places = [start + schedule.permutation() for start, schedule in drawn]
-        return torch.nn.utils.rnn.pad_sequence(places, batch_first=True)
+        padded = torch.nn.utils.rnn.pad_sequence(places, batch_first=True)
+        steps = -(-padded.shape[1] // size)
+        padded = torch.nn.functional.pad(padded, (0, steps * size - padded.shape[1]))
+        return padded.view(len(places), steps, size).transpose(0, 1).contiguous().unbind()
 
     def gather(self, start: int, stop: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """A batch of each of some clients: inputs of shape (K, B, ...), labels of shape (K, B)."""

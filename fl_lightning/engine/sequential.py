@@ -76,7 +76,8 @@ class _Client:
     def _step(self, phase: Phase, moves: list[Move], batch: Batch) -> None:
         for i, move in enumerate(moves):
             update = move(self.state, batch, phase, eager_gradient)
-            self.sgd.apply(update, self.state, self.velocity)
+            with torch.no_grad():
+                self.sgd.apply(update, self.state, self.velocity)
             if i == 0:
                 self.loss += update.loss
         self.steps += 1

@@ -37,7 +37,8 @@ class Part:
         self.state: State = {}
         self.velocity: State = {}
         self.scalars: State = {}
-        self.loss = torch.empty(0)
+        #: Of the steps that it took.
+        self.losses: list[Tensor] = []
         #: What an engine prepares for the state as it lies in memory, by the position of the move.
         self.prepared: dict[int, Any] = {}
 
@@ -141,6 +142,8 @@ class _Stack:
                     begun = self.steps[part.rows.start] > before[part.rows.start]
                     self._step(others if begun or opening == moves else first, part, batch)
                 self.scalars["epoch"][done:].add_(1)
+            for part in self.parts.values():
+                self.loss[part.rows] += torch.stack(part.losses).sum(0, dtype=self.loss.dtype)
         losses = self.loss.tolist()
         return [
             Result({name: value[k] for name, value in self.state.items()}, losses[k] / max(steps, 1), steps)
@@ -159,7 +162,6 @@ class _Stack:
             part = self.parts[key] = Part(start, stop, self.often.get((stop - start, width), 0))
             part.look(self.state, self.velocity)
             part.scalars = {name: value[start:stop] for name, value in self.scalars.items()}
-            part.loss = self.loss[start:stop]
         return self.parts[key]
 
     def _own(self, names: Iterable[str]) -> None:
@@ -180,7 +182,7 @@ class _Stack:
             self._own((*update.grads, *update.replace, *update.add))
             self.sgd.apply(update, part.state, part.velocity)
             if i == 0:
-                part.loss.add_(update.loss)
+                part.losses.append(update.loss)
         part.scalars["step"].add_(1)
         for k in range(part.rows.start, part.rows.stop):
             self.steps[k] += 1
@@ -193,11 +195,13 @@ class _Stack:
             left: how many steps each client takes at most, increasing.
         """
         size = self.method.local.batch_size
-        orders = self.samples.orders(done)
+        orders = self.samples.orders(done, size)
         noise: tuple[State, State] | None = None
         for start, stop, step, width in self._slices(left):
-            rows = slice(start - done, stop - done)
-            x, y = self.samples.gather(start, stop, orders[rows, step * size : step * size + width])
+            rows, places = slice(start - done, stop - done), orders[step]
+            if stop - start < len(places) or width < size:
+                places = places[rows, :width]
+            x, y = self.samples.gather(start, stop, places)
             if noise is None:
                 noise = self._noise(x[0], done)
             drawn = {name: value[step, rows] for name, value in noise[0].items()}
@@ -207,8 +211,12 @@ class _Stack:
 
     def _slices(self, left: list[int]) -> Iterator[tuple[int, int, int, int]]:
         """(start, stop, step of the epoch, batch size) of every call of an epoch."""
+        start, stop = 0, len(self.clients)
         for step in range(max(self.full)):
-            start, stop = sum(n <= step for n in left), sum(full > step for full in self.full)
+            while start < stop and left[start] <= step:  # increasing
+                start += 1
+            while stop > start and self.full[stop - 1] <= step:  # falling
+                stop -= 1
             if start < stop:
                 yield start, stop, step, self.method.local.batch_size
         for (rest, full, some), run in groupby(
