@@ -8,9 +8,9 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -22,42 +22,74 @@ from fl_lightning.datamodules import TensorFederation
 from fl_lightning.module import FederatedModule
 
 
+class Turn(NamedTuple):
+    """Figures of some rounds, without validation, which the plain loop has not, and of the loop after them."""
+
+    speed: float
+    """Steps per second."""
+    seconds: float
+    """Of a round."""
+    validating: float
+    """Share of validation in a round with it."""
+    serving: float
+    """Share of the server in a round."""
+    plain: float
+    """Steps per second of the loop."""
+
+
 class Clock(Callback):
-    """Time and local steps of the rounds after the warm-up, and the shares of validation and server in such a round.
+    """Times some rounds and then the plain loop, in turns.
 
     Args:
         warm_up: rounds that are not timed: the first chooses the engine, and all of them trace what they see first.
+        rounds: rounds of a turn.
+        loop: runs the plain loop in the given turn and returns its number of steps.
     """
 
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
-        self.validating = self.serving = 0.0
+    def __init__(self, warm_up: int, rounds: int, loop: Callable[[FederatedModule, int], int] | None = None) -> None:
+        self.warm_up, self.rounds, self.loop = warm_up, rounds, loop
+        self.turns: list[Turn] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Start the clock after the warm-up."""
-        if trainer.current_epoch == self.warm_up:
+        """End a turn where it is over, and begin the next."""
+        over = trainer.current_epoch - self.warm_up
+        if over >= 0 and over % self.rounds == 0:
+            if over > 0:
+                self._end(pl_module)
             self.began, self.before = time.perf_counter(), steps_of(pl_module)
             self.validating = self.serving = 0.0
 
     def on_round_end(self, trainer: Trainer, pl_module: Any, messages: Any) -> None:
         """Add what the server took of the round."""
-        self.serving += pl_module.summary["time/server"]
+        if trainer.current_epoch >= self.warm_up:
+            self.serving += pl_module.summary["time/server"]
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Stop the clock."""
-        self.validating -= time.perf_counter()
+        """Note when it began."""
+        self._paused = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Let it run on."""
-        self.validating += time.perf_counter()
+        """Add what it took."""
+        if trainer.current_epoch >= self.warm_up:
+            self.validating += time.perf_counter() - self._paused
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Steps per second, and seconds per round, without validation, which the plain loop has not."""
-        elapsed = time.perf_counter() - self.began - self.validating
-        self.speed = (steps_of(pl_module) - self.before) / elapsed
-        self.seconds = elapsed / (trainer.current_epoch - self.warm_up)
-        self.share = self.validating / (self.validating + elapsed)
-        self.server_share = self.serving / elapsed
+        """End the last turn."""
+        self._end(pl_module)
+
+    def _end(self, module: FederatedModule) -> None:
+        whole = time.perf_counter() - self.began
+        elapsed, steps = whole - self.validating, steps_of(module) - self.before
+        shares = self.validating / whole, self.serving / elapsed
+        self.turns.append(Turn(steps / elapsed, elapsed / self.rounds, *shares, self._plain(module)))
+
+    def _plain(self, module: FederatedModule) -> float:
+        if self.loop is None:
+            return 0.0
+        began = time.perf_counter()
+        with torch.enable_grad():
+            steps = self.loop(module, len(self.turns))
+        return steps / (time.perf_counter() - began)
 
 
 def steps_of(module: FederatedModule) -> int:
@@ -65,12 +97,19 @@ def steps_of(module: FederatedModule) -> int:
     return sum(module.snapshots[client].steps for client in module.snapshots)
 
 
-def federated(workload: Workload, data: TensorFederation, options: dict[str, Any]) -> tuple[Clock, FederatedModule]:
+def federated(
+    workload: Workload,
+    data: TensorFederation,
+    options: dict[str, Any],
+    repeats: int = 1,
+    loop: Callable[[FederatedModule, int], int] | None = None,
+) -> tuple[Clock, FederatedModule]:
     """Rounds through ``Trainer.fit``, with the CSV logger."""
-    clock, method = Clock(workload.warm_up), seeded(lambda: workload.method(**options))
+    clock = Clock(workload.warm_up, workload.rounds, loop)
+    method = seeded(lambda: workload.method(**options))
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
-            max_epochs=workload.warm_up + workload.rounds,
+            max_epochs=workload.warm_up + repeats * workload.rounds,
             check_val_every_n_epoch=workload.validate_every,
             accelerator="cpu",
             logger=CSVLogger(folder),
@@ -93,22 +132,24 @@ def measure(workload: Workload, repeats: int, **options: Any) -> dict[str, Any]:
     """
     with silent():
         data = workload.data()
-        x, clocks, plain = features(data.federation), [], []
-        for repeat in range(repeats):
-            clock, method = federated(workload, data, options)
-            clocks.append(clock)
-            options["engine"] = method.engine.choice  # probed once: probes are not timed, and take their time
-            began = time.perf_counter()
-            steps = workload.loop(method, data.federation, x, data.cohort(repeat))
-            plain.append(steps / (time.perf_counter() - began))
-    ratios = [clock.speed / speed for clock, speed in zip(clocks, plain, strict=True)]
+        x = features(data.federation)
+
+        def loop(method: FederatedModule, turn: int) -> int:
+            return workload.loop(method, data.federation, x, data.cohort(turn))
+
+        clock, method = federated(workload, data, options, repeats, loop)
+    ratios = [turn.speed / turn.plain for turn in clock.turns]
+
+    def median(values: Iterable[float], digits: int) -> float:
+        return round(statistics.median(values), digits)
+
     return {
-        "ratio": round(statistics.median(ratios), 3),
+        "ratio": median(ratios, 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
-        "steps_per_second": round(statistics.median(clock.speed for clock in clocks), 1),
-        "plain_steps_per_second": round(statistics.median(plain), 1),
-        "validation_share": round(statistics.median(clock.share for clock in clocks), 3),
-        "server_share": round(statistics.median(clock.server_share for clock in clocks), 3),
+        "steps_per_second": median((turn.speed for turn in clock.turns), 1),
+        "plain_steps_per_second": median((turn.plain for turn in clock.turns), 1),
+        "validation_share": median((turn.validating for turn in clock.turns), 3),
+        "server_share": median((turn.serving for turn in clock.turns), 3),
         "engine": method.engine.choice,
         "workers": options.get("workers", 1),
         "threads": torch.get_num_threads(),

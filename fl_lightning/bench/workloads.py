@@ -55,7 +55,7 @@ def _waffle(**options: Any) -> FederatedModule:
 
 WORKLOADS = {
     "mnist-mlp": Workload(_mnist, _fedavg(MLP, 0.04, 5, 10), plain.sgd, rounds=4, warm_up=6),
-    "waffle-mlp": Workload(_mnist, _waffle, plain.waffle, warm_up=14, validate_every=16),
+    "waffle-mlp": Workload(_mnist, _waffle, plain.waffle, warm_up=14, validate_every=2),
     "fmnist-cnn": Workload(_mnist, _fedavg(CNNFashion, 0.02, 3, 10), plain.sgd, rounds=1),
     "lenet5": Workload(_mnist, _fedavg(LeNet5, 0.1, 5, 32), plain.sgd, rounds=1),
     "resnet18": Workload(

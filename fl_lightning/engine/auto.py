@@ -139,7 +139,7 @@ def _fastest(probes: Sequence[Probe], steps: int) -> tuple[str, str]:
     return probes[best].engine.name, f"{seconds[0] / seconds[best]:.2f} times the speed of sequential training"
 
 
-def race(probes: Sequence[Probe], steps: int, budget: float = 0.5, repeats: int = 5) -> list[float]:
+def race(probes: Sequence[Probe], steps: int, budget: float = 1.0, repeats: int = 10) -> list[float]:
     """Seconds that each probe would take for so many steps of every phase.
 
     Engines prepare things once a round, such as samples that are seen many times, so that a probe's time is not in
@@ -160,8 +160,13 @@ def race(probes: Sequence[Probe], steps: int, budget: float = 0.5, repeats: int 
 
 
 def predicted(short: float, long: float, steps: int) -> float:
-    """Seconds of so many steps, by those of a short and of a long probe."""
-    return short + max(long - short, 0.0) * max(steps - SHORT, 0) / (LONG - SHORT)
+    """Seconds of so many steps, by those of a short and of a long probe.
+
+    A long probe that took no longer than a short one was measured on a busy machine, and tells nothing of preparation.
+    """
+    if long <= short:
+        return long * steps / LONG
+    return short + (long - short) * max(steps - SHORT, 0) / (LONG - SHORT)
 
 
 def round_steps(method: LocalMethod, federation: Federation, jobs: Sequence[Job]) -> int:

@@ -50,3 +50,9 @@ def test_a_round_has_the_steps_of_its_largest_client_and_longest_phase() -> None
     assert auto.round_steps(method, data.federation, jobs) == 4 * 3
     phases[:] = [Phase(1, ()), Phase(9, (), steps=7)]
     assert auto.round_steps(method, data.federation, jobs) == 7
+
+
+def test_a_round_is_predicted_from_two_probes() -> None:
+    """Preparation counts once, steps as often as they are made; a noisy pair of probes flatters nobody."""
+    assert auto.predicted(short=3.0, long=7.0, steps=101) == pytest.approx(103.0)  # 2 s of preparation, 1 s a step
+    assert auto.predicted(short=8.0, long=7.0, steps=100) == pytest.approx(140.0)
