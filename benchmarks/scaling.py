@@ -36,7 +36,7 @@ def point(clients: int, cohort: int, method: str, workers: int, store: bool) -> 
     imported = time.perf_counter() - began
     data = images((1, 8, 8), clients=clients, sizes=(40, 40), fraction=cohort / clients)
     net = MLP(in_features=64, hidden=(64,), num_classes=10)
-    clock = Clock(warm_up=2)
+    clock = Clock(warm_up=2, rounds=ROUNDS)
     with tempfile.TemporaryDirectory() as folder, silent():
         kind = Local if method == "Local" else FedAvg
         options = {"store": folder} if store else {}
@@ -60,8 +60,8 @@ def point(clients: int, cohort: int, method: str, workers: int, store: bool) -> 
         "method": method,
         "workers": workers,
         "store": "disk" if store else "memory",
-        "milliseconds_per_client": round(1000 * clock.seconds / cohort, 3),
-        "seconds_per_round": round(clock.seconds, 4),
+        "milliseconds_per_client": round(1000 * clock.turns[0].seconds / cohort, 3),
+        "seconds_per_round": round(clock.turns[0].seconds, 4),
         "import_seconds": round(imported, 2),
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
