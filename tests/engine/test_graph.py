@@ -162,3 +162,16 @@ def test_what_is_written_to_is_not_merged(order: str) -> None:
     made = made_lean(step, x, states=0, changes={})
     for _ in range(2):
         torch.testing.assert_close(run(made, [x], 0), step(x))
+
+
+def test_operations_are_called_by_cheaper_names_with_the_same_arguments() -> None:
+    """Also those whose first argument is a number."""
+
+    def step(x: Tensor) -> list[Tensor]:
+        scaled = torch.ops.aten.mul.Tensor(2.0, x).unsqueeze(0).expand(2, -1, -1)
+        return [scaled.transpose(1, 2).sum((0, 1)), scaled.mean([1, 2], True).view(-1), torch.bmm(scaled, scaled.mT)]
+
+    x = torch.rand(3, 4, dtype=torch.float64)
+    made = made_lean(step, x, states=0, changes={})
+    torch.testing.assert_close(made.run(*made.bind(), x), step(x))
+    assert "torch.bmm(" in made.run.__self__.code  # type: ignore[attr-defined]
