@@ -16,11 +16,6 @@ from fl_lightning.layout.memory import Dims, apart, as_it_lies, has_channels_las
 aten = torch.ops.aten
 
 
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """Scalar products of the rows of two matrices, as a column."""
-    return torch.bmm(left[:, None, :], right[:, :, None])[:, :, 0]
-
-
 class BatchNorm(torch.autograd.Function):
     """Normalisation by the batch's own statistics; returns them, the mean and one over the deviation, too."""
 
@@ -32,7 +27,8 @@ class BatchNorm(torch.autograd.Function):
         rows = images.flatten(1)
         mean = rows.mean(1, keepdim=True)
         centred = rows - mean
-        inverse_std = (_dot(centred, centred) / rows.shape[1] + eps).rsqrt()
+        length = torch.linalg.vector_norm(centred, dim=1, keepdim=True)  # a sum of squares that writes no squares
+        inverse_std = (length.square() / rows.shape[1] + eps).rsqrt()
         result = torch.addcmul(bias[:, None], centred, weight[:, None] * inverse_std)
         return outward(result.view(images.shape)), mean.flatten(), inverse_std.flatten()
 
@@ -65,7 +61,7 @@ class BatchNormBackward(torch.autograd.Function):
         images, given = inward(x), inward(grad).flatten(1)
         count, scale = given.shape[1], (weight * inverse_std)[:, None]
         centred = images.flatten(1) - mean[:, None]
-        total, along = given.sum(1, keepdim=True), _dot(given, centred)
+        total, along = given.sum(1, keepdim=True), (given * centred).sum(1, keepdim=True)
         moved = torch.addcmul(-scale * total / count, given, scale)
         by_x = torch.addcmul(moved, centred, -scale * inverse_std[:, None].square() * along / count)
         return outward(by_x.view(images.shape)), along.flatten() * inverse_std, total.flatten()
