@@ -13,9 +13,10 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.wire import Message, State
 
-#: Prefixes of the server's control variate c, a client's c_i, its change, and the sum of raw gradients.
+#: Prefixes of the server's control variate c, a client's c_i and its change.
 SERVER, OWN, CHANGE = "control.server.", "control.own.", "control.change."
-CORRECTION, SUM = "control.correction.", "control.sum."
+#: Prefixes of the correction c - c_i, the model that a client starts from, and the sum of its raw gradients.
+CORRECTION, START, SUM = "control.correction.", "control.start.", "control.sum."
 STEPS = "control.steps"
 
 
@@ -23,9 +24,9 @@ class SCAFFOLD(FederatedModule):
     """Clients take the steps y <- y - lr (g(y) - c_i + c); control variates estimate the gradients g.
 
     After its K steps a client sets c_i to the mean of its raw gradients, weight decay included and the correction not.
-    For plain SGD that is option II of the paper, c_i - c + (x - y) / (K lr); with momentum or weight decay the latter
-    would be wrong. It sends y and the change of c_i. The server averages the models, all clients the same, and adds
-    (1/N) sum_S (change of c_i) to c, so that c stays the mean of all N clients' c_i.
+    Without momentum that is option II of the paper, c_i - c + (x - y) / (K lr), and nothing need be added up on the way;
+    with momentum or clipping the latter would be wrong. It sends y and the change of c_i. The server averages the models,
+    all clients the same, and adds (1/N) sum_S (change of c_i) to c, so that c stays the mean of all N clients' c_i.
 
     Control variates are of trainable parameters, never of buffers, and start at 0.
 
@@ -52,28 +53,42 @@ class SCAFFOLD(FederatedModule):
         """The model and c."""
         return super().message_down(client) | {SERVER + name: c for name, c in self.server_control().items()}
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether raw gradients are added up, as steps that are not -lr times the corrected gradient do not tell them."""
+        return self.local.momentum > 0 or self.local.clip_norm is not None or self.local.lr == 0
+
     def begin(self, client: int, message: State) -> State:
-        """As FedAvg, with the client's c_i, the correction c - c_i of every step and an empty sum of gradients."""
+        """As FedAvg, with c_i, the correction c - c_i of every step, and what the mean raw gradient is found from."""
         state = super().begin(client, message)
         for name in self.trainable_names:
             own = state.setdefault(OWN + name, torch.zeros_like(state[name]))
             state[CORRECTION + name] = state.pop(SERVER + name) - own
-            state[SUM + name] = torch.zeros_like(state[name])
+            if self.adds_up:
+                state[SUM + name] = torch.zeros_like(state[name])
+            else:
+                state[START + name] = state[name]
         return state | {STEPS: torch.zeros((), dtype=self.compute_dtype, device=self.device)}
 
     def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One corrected step; the raw gradient is added up."""
+        """One corrected step; the raw gradient is added up if need be."""
         update = super().descend(state, batch, phase, gradient)
-        decay, raw = self.local.weight_decay, update.grads
-        seen = {SUM + name: g + decay * state[name] if decay else g for name, g in raw.items()}
-        corrected = {name: g + state[CORRECTION + name] for name, g in raw.items()}
-        return update._replace(grads=corrected, add={**seen, STEPS: torch.ones_like(state[STEPS])})
+        decay, raw, seen = self.local.weight_decay, update.grads, {STEPS: torch.ones_like(state[STEPS])}
+        if self.adds_up:
+            seen |= {SUM + name: g + decay * state[name] if decay else g for name, g in raw.items()}
+        return update._replace(grads={name: g + state[CORRECTION + name] for name, g in raw.items()}, add=seen)
+
+    def mean_gradient(self, state: State, name: str, steps: float) -> Tensor:
+        """The mean of a client's raw gradients by one parameter."""
+        if self.adds_up:
+            return state[SUM + name] / steps
+        return (state[START + name] - state[name]) / (steps * self.local.lr) - state[CORRECTION + name]
 
     def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
         """The model and the change of c_i go up; c_i stays."""
         sent, kept = super().finish(client, state, message)
         steps = float(state[STEPS])
-        own = {name: state[SUM + name] / steps if steps else state[OWN + name] for name in self.trainable_names}
+        own = {n: self.mean_gradient(state, n, steps) if steps else state[OWN + n] for n in self.trainable_names}
         change = {CHANGE + name: value - state[OWN + name] for name, value in own.items()}
         return sent | change, kept | {OWN + name: value for name, value in own.items()}
 
