@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,21 @@ KEPT = 2**27
 ClientOutput = tuple[int, Tensor, Tensor]
 
 
+class Samples(NamedTuple):
+    """The samples of several clients, one client after the other."""
+
+    places: Tensor
+    sizes: list[int]
+    targets: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, federation: Federation, clients: Sequence[int], split: Split) -> Samples:
+        """Those of a split."""
+        parts = [federation.index(split)[client] for client in clients]
+        targets = [_targets(federation, client, part) for client, part in zip(clients, parts, strict=True)]
+        return cls(torch.cat(parts), list(map(len, parts)), targets)
+
+
 class Evaluator:
     """Collects what clients score in an evaluation and keeps the last scores of each split.
 
@@ -39,10 +54,12 @@ class Evaluator:
         self._metric: ClientAccuracy | None = None
         self._stackable = True
         self._inputs: dict[tuple[Any, ...], Tensor] = {}
+        self._last: dict[Split, tuple[Any, Samples]] = {}
 
     def prepare(self, num_clients: int) -> None:
         """Get ready for a federation of so many clients."""
         self._inputs.clear()
+        self._last.clear()
         self._metric = ClientAccuracy(num_clients, sync_on_compute=False)  # every process evaluates all clients
 
     def clear(self) -> None:
@@ -132,12 +149,17 @@ class Evaluator:
     def _one_model(self, module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
         """All samples of clients that share a model, in large batches across clients."""
         federation, state = module.federation, fast_copy(module.personal_state(clients[0]))
-        parts = [federation.index(split)[client] for client in clients]
-        ready = self._ready(module, federation, torch.cat(parts), (split, *clients))
+        own = self._own(federation, clients, split)
+        ready = self._ready(module, federation, own.places, (split, *clients))
         batches = [module.call(state, x, training=False)[0] for x in ready(_samples(state))]
-        sizes = list(map(len, parts))
-        for client, index, scores in zip(clients, parts, torch.split(torch.cat(batches), sizes), strict=True):
-            yield client, scores, _targets(federation, client, index)
+        return zip(clients, torch.split(torch.cat(batches), own.sizes), own.targets, strict=True)
+
+    def _own(self, federation: Federation, clients: list[int], split: Split) -> Samples:
+        """The clients' samples; those asked for last are remembered."""
+        key = (id(federation), clients)
+        if split not in self._last or self._last[split][0] != key:
+            self._last[split] = key, Samples.of(federation, clients, split)
+        return self._last[split][1]
 
     def _ready(
         self, module: FederatedModule, federation: Federation, index: Tensor, key: tuple[Any, ...]

@@ -305,12 +305,19 @@ class FederatedModule(LightningModule):
     @property
     def private_names(self) -> tuple[str, ...]:
         """Entries of the net that stay with the client."""
-        return tuple(name for name in entries(self.net) if self._stays(name))
+        return tuple(name for name in self._entry_names if self._stays(name))
 
     @property
     def shared_names(self) -> tuple[str, ...]:
         """Entries of the net that cross the wire."""
-        return tuple(name for name in entries(self.net) if not self._stays(name))
+        return tuple(name for name in self._entry_names if not self._stays(name))
+
+    @property
+    def _entry_names(self) -> tuple[str, ...]:
+        """Names of the net's entries, asked for often and looked up once a fit."""
+        if self.__dict__.get("_names") is None:
+            self.__dict__["_names"] = tuple(entries(self.net))
+        return self.__dict__["_names"]  # type: ignore[no-any-return]
 
     @property
     def federation(self) -> Federation:
@@ -353,7 +360,7 @@ class FederatedModule(LightningModule):
         twin._trainer = None
         twin.server_optimizer = None
         twin.snapshots, twin.evaluator, twin.engine = SnapshotStore(), Evaluator(), make_engine("sequential")
-        twin.__dict__["_functional"] = None
+        twin.__dict__["_functional"] = twin.__dict__["_names"] = None
         return twin
 
     # ---- Lightning ------------------------------------------------------------------------------------------
@@ -371,7 +378,7 @@ class FederatedModule(LightningModule):
         federation = check_data(self.trainer)
         check_net(self, federation)
         self.evaluator.prepare(federation.num_clients)
-        self.__dict__["_functional"] = None  # made anew where the module then lies
+        self.__dict__["_functional"] = self.__dict__["_names"] = None  # made anew where the module then lies
         if stage == "fit":
             self.engine.reset()
             # Of this fit; a checkpoint that is resumed says otherwise.

@@ -86,7 +86,7 @@ def test_what_is_sent_is_the_change_of_c_i() -> None:
     ids=["plain", "decay", "momentum", "clipped"],
 )
 def test_steps_are_corrected_and_the_control_is_the_raw_mean(options: dict[str, Any], engine: str) -> None:
-    """One client with a foreign c: by hand, v <- m v + clip(g - c_i + c) + wd y, y <- y - lr v, and c_i = mean(g + wd y)."""
+    """With a foreign c, by hand: v <- m v + clip(g - c_i + c) + wd y, y <- y - lr v, and c_i = mean(g + wd y)."""
     data = blobs([16, 16])
     method = SCAFFOLD(mlp(), lr=0.1, epochs=2, batch_size=8, engine=engine, **options)
     net = copy.deepcopy(method.net).double()
