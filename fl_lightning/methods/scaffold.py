@@ -24,9 +24,9 @@ class SCAFFOLD(FederatedModule):
     """Clients take the steps y <- y - lr (g(y) - c_i + c); control variates estimate the gradients g.
 
     After its K steps a client sets c_i to the mean of its raw gradients, weight decay included and the correction not.
-    Without momentum that is option II of the paper, c_i - c + (x - y) / (K lr), and nothing is added up on the way; with
-    momentum or clipping the latter would be wrong. It sends y and the change of c_i. The server averages the models, all
-    clients the same, and adds (1/N) sum_S (change of c_i) to c, so that c stays the mean of all N clients' c_i.
+    Without momentum that is option II of the paper, c_i - c + (x - y) / (K lr), and nothing is added up on the way;
+    with momentum or clipping that would be wrong. It sends y and the change of c_i. The server averages the models,
+    all clients the same, and adds (1/N) sum_S (change of c_i) to c, so that c stays the mean of all N clients' c_i.
 
     Control variates are of trainable parameters, never of buffers, and start at 0.
 
