@@ -314,10 +314,11 @@ class FederatedModule(LightningModule):
 
     @property
     def _entry_names(self) -> tuple[str, ...]:
-        """Names of the net's entries, asked for often and looked up once a fit."""
-        if self.__dict__.get("_names") is None:
-            self.__dict__["_names"] = tuple(entries(self.net))
-        return self.__dict__["_names"]  # type: ignore[no-any-return]
+        """Names of the net's entries, asked for often and looked up once for a net in a fit."""
+        known: tuple[nn.Module, tuple[str, ...]] | None = self.__dict__.get("_names")
+        if known is None or known[0] is not self.net:
+            known = self.__dict__["_names"] = (self.net, tuple(entries(self.net)))
+        return known[1]
 
     @property
     def federation(self) -> Federation:

@@ -25,7 +25,7 @@ def images(
     Args:
         shape: of an image: channels, height, width.
         clients: number of clients.
-        sizes: a client's number of training samples lies between these; a fifth as many are for testing.
+        sizes: a client's number of training samples lies between these; a fifth of all its samples are for testing.
         fraction: share of the clients in a round.
         classes: number of classes.
     """
