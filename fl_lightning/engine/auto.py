@@ -26,6 +26,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 MARGIN = 1.05
 #: Steps of a short and of a long probe: what a round costs at its beginning is told apart from what its steps cost.
 SHORT, LONG = 1, 5
+#: A stacked step of so many seconds is all arithmetic: a capture, which spares calls, takes as long. Such steps are
+#: given up where they are slower than sequential ones by the factor, before time is spent on tracing them.
+LENGTHY, CLEARLY = 0.5, 1.3
 
 
 class AutoEngine(Engine):
@@ -93,6 +96,8 @@ class AutoEngine(Engine):
             if refused:
                 break  # what cannot be stacked cannot be captured either
             agreed.append(candidate)
+            if name == "stacked" and (hopeless := _hopeless(sequential, candidate)):
+                return sequential.engine, hopeless
         if len(agreed) == 1:
             return sequential.engine, refused
         name, reason = _fastest(agreed, round_steps(method, federation, jobs))
@@ -124,6 +129,14 @@ class Probe:
         return f"{self.engine.name} training differs from sequential training by {difference:.1e}"
 
 
+def _hopeless(sequential: Probe, stacked: Probe) -> str:
+    """Why stacked steps need not be captured to be known as slow, empty if they may be worth it."""
+    one, other = fastest_runs([sequential, stacked], SHORT, repeats=2)
+    if other < LENGTHY or other < CLEARLY * one:
+        return ""
+    return f"stacked steps are long and run at {one / other:.2f} of its speed"
+
+
 def _fastest(probes: Sequence[Probe], steps: int) -> tuple[str, str]:
     """The engine that wins a round of so many steps by a margin, the simpler one if none does, and why."""
     seconds = race(probes, steps)
@@ -146,17 +159,25 @@ def race(probes: Sequence[Probe], steps: int, budget: float = 1.0, repeats: int 
     proportion to its steps. Probes take turns, at least twice: what else the machine does hits all of them. The best
     time counts.
     """
-    best = [{SHORT: float("inf"), LONG: float("inf")} for _ in probes]
+    best = [(float("inf"), float("inf")) for _ in probes]
     began = time.perf_counter()
     for repeat in range(repeats):
-        for i, probe in enumerate(probes):
-            for length, fastest in best[i].items():
-                start = time.perf_counter()
-                probe.run(steps=length)
-                best[i][length] = min(fastest, time.perf_counter() - start)
+        times = zip(fastest_runs(probes, SHORT), fastest_runs(probes, LONG), strict=True)
+        best = [(min(a, c), min(b, d)) for (a, b), (c, d) in zip(best, times, strict=True)]
         if repeat > 0 and time.perf_counter() - began > budget:
             break
-    return [predicted(times[SHORT], times[LONG], steps) for times in best]
+    return [predicted(short, long, steps) for short, long in best]
+
+
+def fastest_runs(probes: Sequence[Probe], steps: int, repeats: int = 1) -> list[float]:
+    """Seconds of each probe's fastest run of so many steps; probes take turns."""
+    best = [float("inf")] * len(probes)
+    for _ in range(repeats):
+        for i, probe in enumerate(probes):
+            began = time.perf_counter()
+            probe.run(steps=steps)
+            best[i] = min(best[i], time.perf_counter() - began)
+    return best
 
 
 def predicted(short: float, long: float, steps: int) -> float:

@@ -11,7 +11,7 @@ import pytest
 from fl_lightning.engine import auto
 from fl_lightning.engine.contract import Job, Phase
 from fl_lightning.methods import FedAvg
-from tests.support import blobs, mlp
+from tests.support import blobs, fit, mlp
 
 
 class _Clock:
@@ -56,3 +56,26 @@ def test_a_round_is_predicted_from_two_probes() -> None:
     """Preparation counts once, steps as often as they are made; a noisy pair of probes flatters nobody."""
     assert auto.predicted(short=3.0, long=7.0, steps=101) == pytest.approx(103.0)  # 2 s of preparation, 1 s a step
     assert auto.predicted(short=8.0, long=7.0, steps=100) == pytest.approx(140.0)
+
+
+@pytest.mark.parametrize(
+    ("sequential", "stacked", "given_up"), [(0.5, 1.0, True), (0.9, 1.0, False), (0.1, 0.4, False)], ids=str
+)
+def test_long_steps_that_lose_clearly_are_not_traced(
+    monkeypatch: pytest.MonkeyPatch, sequential: float, stacked: float, given_up: bool
+) -> None:
+    """A step of a second is all arithmetic; one of milliseconds may be calls alone, which a capture spares."""
+    clock = _Clock(monkeypatch)
+    reason = auto._hopeless(clock.probe("sequential", 0.0, sequential), clock.probe("stacked", 0.0, stacked))
+    assert bool(reason) == given_up
+    assert not reason or "0.50 of its speed" in reason
+
+
+def test_nothing_is_traced_where_stacking_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "LENGTHY", 0.0)
+    monkeypatch.setattr(auto, "CLEARLY", 0.0)
+    monkeypatch.setattr(auto.CapturedEngine, "mapped", lambda *_: pytest.fail("a step was traced"))
+    method = FedAvg(mlp(), lr=0.1, batch_size=8)
+    fit(method, blobs(), rounds=1)
+    assert method.engine.choice == "sequential"
+    assert "stacked steps are long" in method.engine.reason  # type: ignore[attr-defined]
