@@ -28,7 +28,7 @@ MARGIN = 1.05
 SHORT, LONG = 1, 5
 #: A stacked step of so many seconds is all arithmetic: a capture, which spares calls, takes as long. Such steps are
 #: given up where they are slower than sequential ones by the factor, before time is spent on tracing them.
-LENGTHY, CLEARLY = 0.5, 1.3
+LENGTHY, CLEARLY = 0.5, 1.15
 
 
 class AutoEngine(Engine):
@@ -162,8 +162,10 @@ def race(probes: Sequence[Probe], steps: int, budget: float = 1.0, repeats: int 
     best = [(float("inf"), float("inf")) for _ in probes]
     began = time.perf_counter()
     for repeat in range(repeats):
-        times = zip(fastest_runs(probes, SHORT), fastest_runs(probes, LONG), strict=True)
-        best = [(min(a, c), min(b, d)) for (a, b), (c, d) in zip(best, times, strict=True)]
+        short = fastest_runs(probes, SHORT)
+        # Beside lengthy steps preparation is nothing.
+        long = [LONG / SHORT * s for s in short] if min(short) >= LENGTHY else fastest_runs(probes, LONG)
+        best = [(min(a, s), min(b, t)) for (a, b), s, t in zip(best, short, long, strict=True)]
         if repeat > 0 and time.perf_counter() - began > budget:
             break
     return [predicted(short, long, steps) for short, long in best]

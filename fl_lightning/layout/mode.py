@@ -20,12 +20,16 @@ from fl_lightning.layout.pooling import MaxPool, MeanPool
 class StackLayout(TorchFunctionMode):
     """Within it, convolutions, pooling and normalisation of mapped images are done for all clients at once.
 
+    So are recurrent layers, which vmap would else take apart, client by client.
+
     Under autocast PyTorch chooses the precision of every call by what is called: nothing is replaced then.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the calls that there is a better way for."""
         kwargs = kwargs or {}
+        if func is torch.lstm:
+            return _lstm(func, *args, **kwargs)
         better = BETTER.get(func)
         image = args[0] if args else kwargs.get("input")
         if better is None or not is_functorch_wrapped_tensor(image) or image.dim() != 4:
@@ -33,6 +37,16 @@ class StackLayout(TorchFunctionMode):
         if torch.is_autocast_enabled(image.device.type):
             return func(*args, **kwargs)
         return better(func, *args, **kwargs)
+
+
+def _lstm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own steps: oneDNN's layer cannot be mapped."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _conv2d(

@@ -96,6 +96,8 @@ def test_trains_alike_through_every_engine(kind: str, monkeypatch: pytest.Monkey
     assert all(float((ends[0][name] - start[name]).abs().max()) > 1e-6 for name in start)
 
 
+# What vmap cannot map it calls client by client, and says so.
+@pytest.mark.filterwarnings("error:There is a performance drop")
 @pytest.mark.parametrize("kind", [FedAvg, FedGN, IFCA])
 def test_trains_on_tweets(kind: type[FedAvg], root: Path) -> None:  # noqa: F811
     data = Sent140(root=str(root), partition=ByUser(5, 20), vocab_size=30)
