@@ -149,7 +149,8 @@ def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: 
             final = {x: [result["metrics"][about] for result in results] for x, results in runs.items()}
             points = sorted(x for x in final if isinstance(x, int | float))
             means, spread = [np.mean(final[x]) for x in points], [np.std(final[x]) for x in points]
-            axes.errorbar(points, means, spread, color=colour, linestyle=style, marker="o", capsize=3, label=name)
+            look = {"color": colour, "linestyle": style, "marker": "o", "markersize": 4, "capsize": 3}
+            axes.errorbar(points, means, spread, **look, label=name)
             for x in final.keys() - set(points):
                 level = float(np.mean(final[x]))
                 axes.axhline(level, color=colour, linestyle=":", linewidth=1, label=f"{name}, {key} = {x}")
@@ -186,7 +187,7 @@ def trade_off(runs: Mapping[str, Runs], path: Path, title: str) -> None:
         axes.grid(alpha=0.3)
     figure.suptitle(f"{title}: privacy, accuracy and fairness")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    figure.legend(handles, labels, loc="outside right center", fontsize="small", handlelength=4)
     figure.savefig(path, dpi=110)
 
 
@@ -231,5 +232,5 @@ def _picture(draw: Callable[[Any], None], path: Path) -> None:
     axes = figure.subplots()
     draw(axes)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(fontsize="small", handlelength=4, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=110)
