@@ -430,4 +430,4 @@ def test_feddaf_settings_reach_the_run() -> None:
     same = {config_hash(config_of(c)) for c in select(table("feddaf/figure5"), {"method": "feddaf"})}
     assert same == {config_hash(config_of(cell))}  # one run for both
     (cell,) = select(cells_of_table, {"model": "resnet18", "method": "fedma"})
-    assert tables_module.scale_of(cell) == "1,000 images, 10 clients, 4 rounds of 1 epoch, batches of 16"
+    assert tables_module.scale_of(cell) == "2,000 images, 10 clients, 10 rounds of 1 epoch, batches of 16"
