@@ -75,12 +75,12 @@ class SnapshotStore(MutableMapping[int, ClientSnapshot]):
         private, counters = state["private"], state["counters"]
         self._snapshots = {int(c): ClientSnapshot(dict(private[c]), *counters[c]) for c in private}
 
-    def to(self, device: torch.device) -> None:
-        """Move every private entry to ``device``; those that are there stay as they are."""
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move every private entry to where the net is, and to its precision; see :func:`moved`."""
         for client, snapshot in list(self._snapshots.items()):
-            if any(value.device != device for value in snapshot.private.values()):
-                moved = {name: value.to(device) for name, value in snapshot.private.items()}
-                self._snapshots[client] = replace(snapshot, private=moved)
+            private = {name: moved(value, device, dtype) for name, value in snapshot.private.items()}
+            if any(value is not snapshot.private[name] for name, value in private.items()):
+                self._snapshots[client] = replace(snapshot, private=private)
 
 
 class DiskSnapshotStore(SnapshotStore):
@@ -129,7 +129,7 @@ class DiskSnapshotStore(SnapshotStore):
         for client, private in state["private"].items():
             self[int(client)] = ClientSnapshot(dict(private), *state["counters"][client])
 
-    def to(self, device: torch.device) -> None:
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Files are mapped into the memory of a CPU."""
         if device.type != "cpu":
             raise FederationError(f"A store on disk serves runs on a CPU, not on {device}: leave store out.")
@@ -152,6 +152,12 @@ class DiskSnapshotStore(SnapshotStore):
             file.truncate(rows * value.numel() * value.element_size())
         flat = torch.from_file(str(path), shared=True, size=rows * value.numel(), dtype=value.dtype)
         return flat.view(rows, *value.shape)
+
+
+def moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor as a net of some precision can use it: single and double floats become one another, all else stays."""
+    floats = (torch.float32, torch.float64)
+    return value.to(device, dtype if value.dtype in floats and dtype in floats else value.dtype)
 
 
 _NEVER = ClientSnapshot()

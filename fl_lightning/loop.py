@@ -133,9 +133,10 @@ class FederatedLoop(_Loop):
         for message in messages:
             self._hook("on_message_up", message.client, message)
         tally = Tally(up=sum(m.nbytes for m in messages), down=down)
-        kept = self._finite(messages, snapshots)
+        kept = self._finite(messages, snapshots, stage.needed or (last and not self.module.tally.trained))
         left_out = len(messages) - len(kept)
-        self._hook("on_before_aggregate", kept)
+        if kept:
+            self._hook("on_before_aggregate", kept)
         tally = replace(tally, clients_seconds=time.perf_counter() - began)
         if stage.training is None:
             tally = tally.count(kept, left_out)
@@ -195,13 +196,19 @@ class FederatedLoop(_Loop):
         kept = {name: value.detach().clone() for name, value in private.items()}
         return message, module.snapshots[number].after(kept, round, result.steps)
 
-    def _finite(self, messages: list[Message], snapshots: dict[int, ClientSnapshot]) -> list[Message]:
-        """Leave out clients whose update, sent or kept, is not finite; their snapshots stay as they were."""
+    def _finite(self, messages: list[Message], snapshots: dict[int, ClientSnapshot], needed: bool) -> list[Message]:
+        """Leave out clients whose update, sent or kept, is not finite; their snapshots stay as they were.
+
+        Args:
+            messages: what they sent.
+            snapshots: what they keep.
+            needed: whether somebody must be left.
+        """
         finite = [m for m in messages if is_finite(m.tensors) and is_finite(snapshots[m.client].private)]
         bad = sorted({m.client for m in messages} - {m.client for m in finite})
         if bad:
             named = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
-            if not finite:
+            if needed and not finite:
                 raise FederationError(
                     f"In round {self.trainer.current_epoch} the updates of all {len(bad)} clients ({named}) are not "
                     "finite: lower the learning rate or set clip_norm; the last checkpoint is intact."
@@ -216,7 +223,8 @@ class FederatedLoop(_Loop):
     ) -> None:
         module, began = self.module, time.perf_counter()
         with _interrupts_held():
-            module.server_step(module.aggregate(messages))
+            if messages:
+                module.server_step(module.aggregate(messages))
             server_seconds = time.perf_counter() - began
             for message in messages:
                 if message.client in snapshots:

@@ -392,8 +392,8 @@ class FederatedModule(LightningModule):
         self.engine.reset()
 
     def on_fit_start(self) -> None:
-        """Clients follow the module to its device, which a checkpoint is read before."""
-        self.snapshots.to(self.device)
+        """Clients follow the module to its device and precision, which a checkpoint is read before."""
+        self.snapshots.to(self.device, self.compute_dtype)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 

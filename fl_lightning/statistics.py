@@ -103,9 +103,7 @@ def _watched(net: nn.Module, layers: Sequence[str], of: str, sums: dict[str, Ten
     """Add up count, sum and sum of squares by channel, shape (3, channels), of whatever passes the layers."""
 
     def note(name: str, layer: nn.Module, value: Any) -> None:
-        value = value[0] if isinstance(value, tuple) and not isinstance(value, PackedSequence) else value
-        value = value.data if isinstance(value, PackedSequence) else value
-        rows = _by_channel(layer, value.double())
+        rows = _by_channel(layer, _values(value).double())
         added = torch.stack([torch.full_like(rows[0], len(rows)), rows.sum(0), (rows**2).sum(0)])
         sums[name] = sums[name] + added if name in sums else added
 
@@ -121,6 +119,18 @@ def _watched(net: nn.Module, layers: Sequence[str], of: str, sums: dict[str, Ten
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _values(passed: Any) -> Tensor:
+    """What a layer put out, without padding and whatever it returns beside it."""
+    if isinstance(passed, PackedSequence):
+        return passed.data
+    if not isinstance(passed, tuple):
+        value: Tensor = passed
+        return value
+    value, beside = _values(passed[0]), passed[1] if len(passed) > 1 else None
+    # A layer that keeps padding says which places are none.
+    return value[beside] if isinstance(beside, Tensor) and beside.dtype == torch.bool else value
 
 
 def _by_channel(layer: nn.Module, value: Tensor) -> Tensor:

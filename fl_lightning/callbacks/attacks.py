@@ -95,6 +95,11 @@ class AttackCallback(FederatedCallback):
         """Begin to listen, and keep the method as it is before it is trained."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"{type(self).__name__} needs a federated method, not {type(pl_module).__name__}.")
+        if getattr(pl_module, "everyone", False):
+            raise FederationError(
+                f"{type(pl_module).__name__} with agent_of_interest=all trains a model for every agent, and attacks "
+                "are on clients that train one: attack a run for one agent."
+            )
         self.wire = Wire(self.clients, self.memory)
         self._initial = copy.deepcopy(pl_module)
         self._groups = client_groups(pl_module.federation, self.group)

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from fl_lightning.callbacks.central import CentralCallback, some_tests
+from fl_lightning.callbacks.central import CentralCallback, samples_trained, some_tests
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets.norms import norm_layers
@@ -31,7 +31,8 @@ class ParameterBiasCallback(CentralCallback):
 
     Written to ``parameter_bias.csv`` in the log folder: one row for every layer and statistic, for every statistic over
     all layers, and for all together. Both models start from the same weights; else their units would be in different
-    places. Layers without running statistics are measured on up to 2,000 test samples.
+    places. Layers without running statistics are measured on up to 2,000 test samples. Of a method with a model for
+    every cluster the errors are means over the clusters that have clients.
 
     Attributes:
         bias: by statistic, and under ``all``.
@@ -54,15 +55,24 @@ class ParameterBiasCallback(CentralCallback):
         if not norm_layers(pl_module.net):
             name = type(pl_module.net).__name__
             raise FederationError(f"{name} has no normalisation layers whose parameters could be compared.")
+        if kept := pl_module.private_names:
+            raise FederationError(
+                f"{type(pl_module).__name__} has no model of everybody's to compare, as clients keep {kept[0]}: leave "
+                "ParameterBiasCallback out."
+            )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Train the central model, compare, write the table."""
-        if trainer.fast_dev_run or not self.samples:  # type: ignore[attr-defined]
-            return
         assert isinstance(pl_module, FederatedModule)
+        if trainer.fast_dev_run or samples_trained(pl_module) == self.before:  # type: ignore[attr-defined]
+            return
         central = self.central_state(trainer, pl_module)
-        own, other = (all_statistics(pl_module, state) for state in (pl_module.server_state(), central))
-        errors = {layer: {k: (v - other[layer][k]).abs() for k, v in found.items()} for layer, found in own.items()}
+        other = all_statistics(pl_module, central)
+        errors = {layer: {k: torch.zeros_like(v) for k, v in found.items()} for layer, found in other.items()}
+        for share, state in pl_module.global_models():
+            for layer, found in all_statistics(pl_module, state).items():
+                for k, v in found.items():
+                    errors[layer][k] += share * (v - other[layer][k]).abs()
         self.by_layer = {layer: {k: float(v.mean()) for k, v in found.items()} for layer, found in errors.items()}
         parts = {k: [found[k] for found in errors.values() if k in found] for k in STATISTICS}
         self.bias = {k: float(torch.cat(values).mean()) for k, values in parts.items() if values}

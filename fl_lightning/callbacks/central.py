@@ -19,7 +19,7 @@ from fl_lightning.engine import Job, make_engine
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex, Federation
 from fl_lightning.module import FederatedModule
-from fl_lightning.wire import Message, State
+from fl_lightning.wire import State
 
 FILE = "central.pt"
 
@@ -32,6 +32,10 @@ class CentralCallback(Callback):
     clients' training did, kept in a file, and used again by whoever asks for the same one: several methods are then
     compared with one model.
 
+    Attributes:
+        initial: the weights that the run began with.
+        before: samples that clients had trained on when it began.
+
     Args:
         central: file of the central model; None keeps it as ``central.pt`` in ``folder``.
         folder: where results are written; None means the Trainer's log folder.
@@ -40,32 +44,29 @@ class CentralCallback(Callback):
     def __init__(self, central: str | None = None, folder: str | None = None) -> None:
         self.path, self.folder = central, folder
         self.initial: State = {}
-        self.samples = 0
+        self.before = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what is not federated."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"{type(self).__name__} needs a federated method, not {type(pl_module).__name__}.")
         if stage == "fit":
-            self.initial, self.samples = {}, 0  # a run that is resumed gets its own back
+            self.initial, self.before = {}, 0  # a run that is resumed gets its own back
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the initial weights; a run that is resumed has them in its checkpoint."""
         if not self.initial:
             assert isinstance(pl_module, FederatedModule)
             self.initial = {name: value.clone() for name, value in pl_module.server_state().items()}
-
-    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Count the samples that clients trained on."""
-        self.samples += sum(message.samples for message in messages)
+            self.before = samples_trained(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Initial weights and count."""
-        return {"initial": dict(self.initial), "samples": self.samples}
+        return {"initial": dict(self.initial), "before": self.before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.initial, self.samples = dict(state_dict["initial"]), int(state_dict["samples"])
+        self.initial, self.before = dict(state_dict["initial"]), int(state_dict["before"])
 
     def out(self, trainer: Trainer) -> Path:
         """The folder for results, made if it is not there."""
@@ -76,28 +77,37 @@ class CentralCallback(Callback):
     def central_state(self, trainer: Trainer, module: FederatedModule) -> State:
         """The central model, from its file if that is of the same run, else trained and written there."""
         federation = module.federation
-        rounds = round(self.samples / len(federation.train.flat))
+        samples = samples_trained(module) - self.before
+        passes = max(1, round(module.local.epochs * samples / len(federation.train.flat)))
         path = self.out(trainer) / FILE if self.path is None else Path(self.path)
-        key = _key(module, self.initial, rounds)
+        key = _key(module, self.initial, passes)
         if path.exists():
             saved = torch.load(path, map_location=module.device, weights_only=True)
             if saved["key"] == key:
                 return dict(saved["state"])
-        rank_zero_info(f"Training the central model: {rounds} times {module.local.epochs} epochs on all data.")
-        state = train_centrally(module, self.initial, federation, rounds)
+        rank_zero_info(f"Training the central model: {passes} epochs on all data.")
+        state = train_centrally(module, self.initial, federation, passes)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"key": key, "state": state}, path)
         return state
 
 
-def train_centrally(module: FederatedModule, initial: State, federation: Federation, rounds: int) -> State:
+def samples_trained(module: FederatedModule) -> int:
+    """Samples that clients trained on, counted once a round, as their snapshots tell."""
+    sizes = module.federation.train.sizes
+    return sum(module.snapshots[n].rounds * int(sizes[module.client_of(n)]) for n in module.snapshots)
+
+
+def train_centrally(module: FederatedModule, initial: State, federation: Federation, passes: int) -> State:
     """Train a model on the training data of all clients together, with the clients' settings.
+
+    Momentum begins anew when it does with the clients, after ``module.local.epochs`` passes.
 
     Args:
         module: the method, for its net and the clients' settings.
         initial: the weights to start from.
         federation: the data.
-        rounds: how often ``module.local.epochs`` passes are made.
+        passes: how often all data is trained on.
     """
     settings = asdict(module.local)
     central = FederatedModule(copy.deepcopy(module.net), engine="sequential", seed=module.seed, **settings)  # type: ignore[arg-type]
@@ -105,7 +115,8 @@ def train_centrally(module: FederatedModule, initial: State, federation: Federat
     pooled, engine = pool(federation), make_engine("sequential")
     state = {name: value.to(module.device) for name, value in initial.items()}
     with torch.inference_mode(False), torch.enable_grad():
-        for number in range(rounds):
+        for number, first in enumerate(range(0, passes, module.local.epochs)):
+            central.local = replace(module.local, epochs=min(module.local.epochs, passes - first))
             state = engine.train(central, pooled, [Job(0, state)], number)[0].state
     return {name: value.detach() for name, value in state.items()}
 
@@ -126,13 +137,13 @@ def some_tests(module: FederatedModule, number: int) -> Tensor:
     return index[order[:number].to(index.device)]
 
 
-def _key(module: FederatedModule, initial: State, rounds: int) -> str:
+def _key(module: FederatedModule, initial: State, passes: int) -> str:
     """What makes two central models the same: data, settings, initial weights, passes."""
     told = {
         "data": module.datamodule.fingerprint,
         "local": asdict(module.local),
         "seed": module.seed,
-        "rounds": rounds,
+        "passes": passes,
         "entries": sorted(initial),
     }
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())

@@ -155,7 +155,9 @@ class Dashboard(Callback):
         clients = sorted(self.sketches)
         points = clients_map(torch.stack([self.sketches[client] for client in clients]))
         groups = module.federation.meta.get("mode")
-        labels = ["clients"] * len(clients) if groups is None else [f"mode {groups[client]}" for client in clients]
+        labels = (
+            ["clients"] * len(clients) if groups is None else [f"mode {groups[module.client_of(c)]}" for c in clients]
+        )
         names = [str(client) for client in clients] if len(clients) <= 100 else ()
         return pictures.scatter(points, labels, "t-SNE of the clients' last updates", names)
 
@@ -261,7 +263,7 @@ def _sketched(updates: Mapping[int, Tensor], seed: int) -> dict[int, Tensor]:
                 torch.from_numpy(rng.integers(0, 2, size).astype(np.float32) * 2 - 1),
             )
         place, sign = buckets[size]
-        found[client] = torch.zeros(SKETCH).index_add_(0, place, sign * update)
+        found[client] = torch.zeros(SKETCH, dtype=update.dtype).index_add_(0, place, sign * update)
     return found
 
 

@@ -77,8 +77,10 @@ class DifferentialPrivacyCallback(FederatedCallback):
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
         """Note who takes part; a round that is run again counts once."""
+        assert isinstance(pl_module, FederatedModule)
         self.rounds = {number: took for number, took in self.rounds.items() if number < round}
-        self.rounds[round] = (min(1.0, len(cohort) / self._clients), sorted(cohort))
+        # A client that trains several models sends as many messages.
+        self.rounds[round] = (min(1.0, len(cohort) / self._clients), sorted(map(pl_module.client_of, cohort)))
         self._received.clear()
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:

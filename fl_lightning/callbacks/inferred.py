@@ -108,13 +108,15 @@ def nearest_neighbour_accuracy(a: Tensor, b: Tensor) -> float:
 
 
 def two_sample_score(a: Tensor, b: Tensor, rng: np.random.Generator) -> float:
-    """Mean accuracy of the nearest neighbour between ``a`` and as many vectors of ``b``, chosen several times."""
+    """Mean accuracy of the nearest neighbour between as many vectors of ``a`` and of ``b``, chosen several times."""
     size = min(len(a), len(b))
-    found = [
-        nearest_neighbour_accuracy(a, b[torch.from_numpy(rng.choice(len(b), size, replace=False))])
-        for _ in range(REPETITIONS)
-    ]
-    return float(np.mean(found))
+
+    def some(vectors: Tensor) -> Tensor:
+        if len(vectors) == size:
+            return vectors
+        return vectors[torch.from_numpy(rng.choice(len(vectors), size, replace=False))]
+
+    return float(np.mean([nearest_neighbour_accuracy(some(a), some(b)) for _ in range(REPETITIONS)]))
 
 
 def dominant_classes(module: FederatedModule) -> Tensor:

@@ -19,7 +19,7 @@ from fl_lightning.callbacks import (
     ModelInversionCallback,
 )
 from fl_lightning.callbacks.attacks import AttackCallback
-from fl_lightning.cli.lightning import FederatedCLI
+from fl_lightning.cli.lightning import FederatedCLI, given
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.views import VIEWS
 from fl_lightning.view import View
@@ -32,13 +32,14 @@ ATTACKS: dict[str, type[AttackCallback]] = {
 class AttackCLI(FederatedCLI):
     """Method and data as ``fit`` takes them, and the attack."""
 
-    def __init__(self, args: list[str]) -> None:
+    def __init__(self, args: list[str] | None) -> None:
         super().__init__(args=args, run=False, save_config_callback=None)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of the attack."""
         super().add_arguments_to_parser(parser)
         parser.add_argument("--ckpt_path", type=str | None, help="the checkpoint of the run that is attacked")
+        parser.add_argument("--weights_only", type=bool | None, help="how it is read, as in the configuration of a fit")
         parser.add_argument(
             "--attack", type=Literal["membership", "inversion", "leakage"], default="membership", help="which attack"
         )
@@ -51,7 +52,7 @@ class AttackCLI(FederatedCLI):
 
 def main(argv: list[str]) -> None:
     """Run the command; ``argv`` begins with its name."""
-    cli = AttackCLI(argv[1:])
+    cli = AttackCLI(given(argv, argv[1:]))
     if cli.config["ckpt_path"] is None:
         raise FederationError("Say which run is attacked: --ckpt_path runs/.../last.ckpt.")
     options = dict(cli.config["options"] or {})
@@ -75,7 +76,8 @@ def main(argv: list[str]) -> None:
             limit_test_batches=1,
             callbacks=[*defences, attack],
         )
-        trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config["ckpt_path"], verbose=False)
+        saved = {"ckpt_path": cli.config["ckpt_path"], "weights_only": cli.config["weights_only"]}
+        trainer.test(cli.model, datamodule=cli.datamodule, verbose=False, **saved)
     assert attack.report is not None
     print(attack.report.markdown())
     print(f"wrote {Path(cli.config['out']) / f'attack_{attack.attack}.json'}")

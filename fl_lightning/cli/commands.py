@@ -69,8 +69,9 @@ def usage() -> str:
             "fl-lightning fit --model.help FedProx             the options of a method",
             "fl-lightning COMMAND --help                       the options of a command",
             "",
-            "fit, validate, test and predict take --use FILE.py to find methods, networks, data, partitions and",
-            "callbacks of your own by their class names, and --quiet to show no progress.",
+            "fit, validate, test, predict, attack and partition take --use FILE.py to find methods, networks, data,",
+            "partitions and callbacks of your own by their class names; all but partition take --quiet to show no",
+            "progress.",
         ]
     )
 

@@ -99,8 +99,19 @@ class FederatedCLI(LightningCLI):
 
 def main(argv: list[str]) -> None:
     """Run ``fl-lightning`` with a Lightning subcommand as its first argument."""
-    own = argv == sys.argv[1:]
-    arguments = resolve(argv)
-    if own:  # LightningCLI warns about arguments that it is given while the process has some of its own
+    FederatedCLI(args=given(argv, argv))
+
+
+def given(argv: list[str], arguments: list[str]) -> list[str] | None:
+    """Arguments for LightningCLI, with names resolved; None where they are the process's own, which it then reads.
+
+    It would warn about arguments that it is given while the process has some.
+
+    Args:
+        argv: the command with all of its arguments.
+        arguments: those of them that LightningCLI is to see.
+    """
+    own, arguments = argv == sys.argv[1:], resolve(arguments)
+    if own:
         sys.argv[1:] = arguments
-    FederatedCLI(args=None if own else arguments)
+    return None if own else arguments

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.cli.names import resolve
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.datamodules.manifest import Manifest
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
         argv: its options, with or without ``partition`` before them.
     """
     parser = build_parser()
-    options = parser.parse_args(argv[1:] if argv[:1] == ["partition"] else argv)
+    options = parser.parse_args(resolve(argv[1:] if argv[:1] == ["partition"] else argv))
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.5x
     data: FederatedDataModule = instantiate(options).data
     partition = data.dealt

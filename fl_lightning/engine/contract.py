@@ -175,11 +175,14 @@ class Stage:
         name: how the method tells its stages apart.
         training: what the clients train by instead of the method itself; they then keep nothing of it, and it does not
             count as a round of theirs.
+        needed: whether the round cannot go on without it; else one in which no client's update is finite changes
+            nothing, as long as another stage of the round has one that is.
     """
 
     clients: Sequence[int]
     name: str = "train"
     training: LocalMethod | None = None
+    needed: bool = False
 
 
 @dataclass

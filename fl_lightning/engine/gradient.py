@@ -31,14 +31,21 @@ def functional_gradient(objective: Objective, state: State, names: Sequence[str]
 
 
 def clipped(move: Move, max_norm: float) -> Move:
-    """The move with its gradients scaled down, if need be, to a joint norm of at most ``max_norm``."""
+    """The move with its gradients scaled down, if need be, to a joint norm of at most ``max_norm``.
+
+    Gradients of entries that the phase does not name, such as those of a second model, are bounded for themselves: the
+    two do not change each other.
+    """
 
     def clip(state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
         update = move(state, batch, phase, gradient)
-        if not update.grads:
-            return update
-        norm = torch.stack([g.pow(2).sum() for g in update.grads.values()]).sum().sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return update._replace(grads={name: g * scale for name, g in update.grads.items()})
+        bounded: State = {}
+        for named in (True, False):
+            grads = {name: g for name, g in update.grads.items() if (name in phase.trainable) is named}
+            if grads:
+                norm = torch.stack([g.pow(2).sum() for g in grads.values()]).sum().sqrt()
+                scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+                bounded |= {name: g * scale for name, g in grads.items()}
+        return update._replace(grads=bounded)
 
     return clip

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from fl_lightning.engine.auto import ENGINES
 from fl_lightning.engine.base import Engine
-from fl_lightning.engine.contract import Job, LocalMethod, LocalTraining, Result
+from fl_lightning.engine.contract import Job, LocalMethod, LocalTraining, Phase, Result
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
 from fl_lightning.wire import State
@@ -26,9 +27,10 @@ class WorkerEngine(Engine):
     """Trains a cohort in several processes at once; each runs the given engine with one thread.
 
     The data lies in memory that all of them share. A method says with ``for_worker()`` what they get to know of it;
-    what changes from round to round, but for ``local``, must reach them in the clients' states. The workers are
-    started by the first round and stopped with the run. What they compute is what one process computes: streams depend
-    on (seed, purpose, round, client) alone. A worker that dies is started anew once, and its clients are trained again.
+    what changes from round to round, but for ``local`` and ``phases()``, must reach them in the clients' states. The
+    workers are started by the first round and stopped with the run. What they compute is what one process computes:
+    streams depend on (seed, purpose, round, client) alone. A worker that dies is started anew once, and its clients are
+    trained again.
 
     Args:
         engine: what every worker trains its clients with; ``auto`` chooses here, once, for all of them.
@@ -89,7 +91,7 @@ class WorkerEngine(Engine):
         layouts, self._memory = _pack([job.state for job in jobs], self._memory)
         for worker, share in zip(self._pool, shares, strict=False):
             clients, own = [jobs[i].client for i in share], [layouts[i] for i in share]
-            worker.begin(_Task(method.local, round, max_steps, clients, own, self._memory))
+            worker.begin(_Task(method.local, list(method.phases()), round, max_steps, clients, own, self._memory))
         results: dict[int, Result] = {}
         for worker, share in zip(self._pool, shares, strict=False):
             results |= dict(zip(share, worker.results(), strict=True))
@@ -110,6 +112,7 @@ class _Task(NamedTuple):
     """Clients to train, and the tensors that they start from in one piece of memory."""
 
     local: LocalTraining
+    phases: list[Phase]
     round: int
     max_steps: int | None
     clients: list[int]
@@ -251,7 +254,7 @@ def _work(connection: Connection, method: Any, federation: Federation, engine: s
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             task: _Task = connection.recv()
-            method.local = task.local
+            method.local, method.phases = task.local, partial(list, task.phases)
             jobs = [Job(c, state) for c, state in zip(task.clients, _unpack(task.layouts, task.memory), strict=True)]
             try:
                 results = trainer.train(method, federation, jobs, task.round, task.max_steps)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fl_lightning.client import moved
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
@@ -28,12 +29,13 @@ class AgentsOfInterest(FederatedModule):
     says how agents are weighed, and with :meth:`may_count` who cannot count any more and need not be trained.
 
     With ``agent_of_interest="all"`` there is a federation, a model and a vector of weights for every agent. Clients
-    then train all these models, stacked as if they were so many clients: number f N + i of the cohort is client i's
-    training of agent f's model, on the same batches for every f. That equals a run for every agent, and shares the
-    first round, in which all models are still the same. The server's own net then holds the mean of all models.
+    then train all these models, stacked as if they were so many clients: number (f + 1) N + i of the cohort is client
+    i's training of agent f's model, on the same batches for every f. That equals a run for every agent, and shares the
+    first round, in which all models are still the same and numbers are the clients'. The server's own net then holds
+    the mean of all models.
 
     An agent whose update is left out of a round (not finite) counts nothing in it; the model of an agent of interest
-    whose own update is left out stays as it is.
+    whose own update is left out stays as it is, and the weights of that round are 0.
 
     Args:
         net: the network.
@@ -97,9 +99,12 @@ class AgentsOfInterest(FederatedModule):
         self.memory = dict(extras)
 
     def on_fit_start(self) -> None:
-        """It follows the module to its device, as the clients do."""
+        """It follows the module to its device, as the clients do; models take its precision, weights keep theirs."""
         super().on_fit_start()
-        self.memory = {name: value.to(self.device) for name, value in self.memory.items()}
+        self.memory = {
+            name: moved(value, self.device, self.compute_dtype if name.startswith(EACH) else value.dtype)
+            for name, value in self.memory.items()
+        }
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -134,11 +139,21 @@ class AgentsOfInterest(FederatedModule):
         pairs = [(row, agent, client) for row, agent in enumerate(self.agents) for client in range(clients)]
         pairs.sort(key=lambda pair: (pair[0], pair[1] != pair[2]))
         counts = self.may_count(round)
-        return [row * clients + client for row, agent, client in pairs if counts[row, client] or client == agent]
+        return [self._number(row, client) for row, agent, client in pairs if counts[row, client] or client == agent]
 
     def client_of(self, number: int) -> int:
         """The client that a number of the cohort is."""
         return number % self.federation.num_clients if self.everyone else number
+
+    def _number(self, row: int, client: int) -> int:
+        """The number of a client in a federation, once the federations are apart."""
+        return (row + 1) * self.federation.num_clients + client if self.everyone else client
+
+    def _row(self, number: int) -> int:
+        """The federation that a number belongs to; a plain client's is its own."""
+        if not self.everyone:
+            return 0
+        return number // self.federation.num_clients - 1 if number >= self.federation.num_clients else number
 
     @property
     def _apart(self) -> bool:
@@ -150,7 +165,10 @@ class AgentsOfInterest(FederatedModule):
         return {name.removeprefix(EACH): v[row] for name, v in self.memory.items() if name.startswith(EACH)}
 
     def _holder(self, number: int) -> int:
-        """Under which number a client's private entries are: what it kept of the first round serves all federations."""
+        """Under which number a client's private entries are: what it kept of the first round serves all federations.
+
+        Until it has been trained in one of them, that is; numbers of the first round are not used again.
+        """
         return number if number in self.snapshots else self.client_of(number)
 
     # ---- a round --------------------------------------------------------------------------------------------
@@ -158,7 +176,7 @@ class AgentsOfInterest(FederatedModule):
     def message_down(self, client: int) -> State:
         """The model of the number's federation."""
         sent = super().message_down(client)
-        own = self._server_of(client // self.federation.num_clients if self.everyone else 0)
+        own = self._server_of(self._row(client))
         return {name: own.get(name, value) for name, value in sent.items()}
 
     def begin(self, client: int, message: State) -> State:
@@ -167,15 +185,14 @@ class AgentsOfInterest(FederatedModule):
 
     def aggregate(self, messages: list[Message]) -> State:
         """Weigh the clients of every federation and combine their models."""
-        clients = self.federation.num_clients
         rows = range(len(self.agents))
         sent = [self._messages_to(row, messages) for row in rows]
-        before = [self.server_state() | self.message_down(row * clients) | self._server_of(row) for row in rows]
+        before = [self.server_state() | self.message_down(self._number(row, 0)) | self._server_of(row) for row in rows]
         measured = [self._measure(*one) for one in zip(self.agents, sent, before, strict=True)]
         distances, moved = torch.stack([d for d, _ in measured]), torch.stack([m for _, m in measured])
         weights = self.weigh(distances, moved)
         weights = weights.where(distances.isfinite(), 0.0)
-        weights /= weights.sum(1, keepdim=True)
+        weights = (weights / weights.sum(1, keepdim=True)).nan_to_num(0.0)
         after = [self._after(*one) for one in zip(self.agents, sent, weights, before, strict=True)]
         self._note(WEIGHTS, weights)
         self._note(DISTANCES, distances)
@@ -187,8 +204,7 @@ class AgentsOfInterest(FederatedModule):
 
     def _messages_to(self, row: int, messages: list[Message]) -> list[Message]:
         """What clients sent to one federation, under their own numbers."""
-        clients = self.federation.num_clients
-        own = [m for m in messages if not self._apart or m.client // clients == row]
+        own = [m for m in messages if not self._apart or self._row(m.client) == row]
         return [Message(self.client_of(m.client), m.tensors, m.samples, m.loss) for m in own]
 
     def _measure(self, agent: int, messages: list[Message], before: State) -> tuple[Tensor, Tensor]:
@@ -220,7 +236,7 @@ class AgentsOfInterest(FederatedModule):
     def personal_state(self, client: int) -> State:
         """With ``all`` the client's own model, else the one of the agent of interest for everybody."""
         own = self._server_of(client) if self.everyone else {}
-        number = client * self.weight_history().shape[-1] + client if own else client
+        number = (client + 1) * self.weight_history().shape[-1] + client if own else client
         kept = self.snapshots[number if number in self.snapshots else client].private
         return {name: kept.get(name, own.get(name, value)) for name, value in self.server_state().items()}
 

@@ -28,22 +28,27 @@ class APFL(FederatedModule):
         v_i <- v_i - lr a grad f(m)
 
     (the chain rule gives the factor a), and once a round, on its first minibatch, the mixing weight follows its own
-    gradient, a <- clip(a - lr <v_i - w, grad f(m)>, 0, 1). Weights are mixed, not outputs. The shared model does not
-    notice: it is FedAvg's for every a. A client is evaluated with its v_i mixed with the server's present model;
-    one that never trained has the initial model for its v_i. Running statistics are those of w.
+    gradient, a <- clip(a - lr (<v_i - w, grad f(m)> + alpha_reg a), 0, 1). Weights are mixed, not outputs. The shared
+    model does not notice: it is FedAvg's for every a. A client is evaluated with its v_i mixed with the server's
+    present model; one that never trained has the initial model for its v_i. Running statistics are those of w.
 
     Args:
         net: the network.
         alpha: the mixing weight that clients start with; 0 is FedAvg, 1 trains v_i alone.
         adaptive: whether clients adapt it.
+        alpha_reg: how strongly it is drawn to 0 as they do; the authors' code has 0.02.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    def __init__(self, net: FedNet, alpha: float = 0.5, adaptive: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, net: FedNet, alpha: float = 0.5, adaptive: bool = True, alpha_reg: float = 0.0, **kwargs: Any
+    ) -> None:
         super().__init__(net, **kwargs)
         if not 0 <= alpha <= 1:
             raise FederationError(f"alpha must lie between 0 and 1, not at {alpha}.")
-        self.alpha, self.adaptive = alpha, adaptive
+        if not alpha_reg >= 0:
+            raise FederationError(f"alpha_reg must be 0 or more, not {alpha_reg}.")
+        self.alpha, self.adaptive, self.alpha_reg = alpha, adaptive, alpha_reg
         self.initial = nn.Module()  # kept: the server's model moves on, clients still begin with this one
         for name, parameter in self.net.named_parameters():
             if parameter.requires_grad:
@@ -65,7 +70,7 @@ class APFL(FederatedModule):
         """One step of w, one of v_i and one of the mixing weight."""
         update, at_mixed = self._descend(state, batch, phase, gradient)
         slope = sum(((state[OWN + n] - state[n]) * at_mixed[MIXED + n]).sum() for n in phase.trainable)
-        moved = (state[ALPHA] - self.local.lr * slope).clamp(0, 1)
+        moved = (state[ALPHA] - self.local.lr * (slope + self.alpha_reg * state[ALPHA])).clamp(0, 1)
         return update._replace(replace={**update.replace, ALPHA: moved})
 
     def _descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> tuple[Update, State]:
@@ -91,7 +96,8 @@ class APFL(FederatedModule):
         """The client's own model mixed with the server's present one."""
         server, own = self.server_state(), {**self._first(), **self.snapshots[client].private}
         alpha = own[ALPHA]
-        return {**server, **{n: alpha * own[OWN + n] + (1 - alpha) * server[n] for n in self.trainable_names}}
+        mixed = {n: alpha * own[OWN + n] + (1 - alpha) * server[n] for n in self.trainable_names}
+        return {name: own.get(name, value) for name, value in server.items()} | mixed
 
     def model_key(self, client: int) -> int:
         """Clients that never trained share a model."""

@@ -15,7 +15,13 @@ from fl_lightning.methods.fusion_vae import Posterior, belonging, expected_alloc
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.norms import add_norms, feature_layers, norm_layers
-from fl_lightning.statistics import STATISTICS, measured_statistics, model_statistics, without_running
+from fl_lightning.statistics import (
+    STATISTICS,
+    LayerStatistics,
+    measured_statistics,
+    model_statistics,
+    without_running,
+)
 from fl_lightning.wire import Message, State, weighted_mean
 
 #: Prefix of the measured statistics in an up message.
@@ -101,15 +107,23 @@ class FedDAF(FederatedModule):
 
     # ---- what describes a client ------------------------------------------------------------------------------
 
+    def on_fit_start(self) -> None:
+        """Measure once, so that a net of which that is not possible is refused before it is trained."""
+        super().on_fit_start()
+        self._measure(self.server_state(), self.federation.train.flat[:2])
+
+    def _measure(self, state: State, index: Tensor) -> LayerStatistics:
+        """What a model does not say of itself, measured on some samples."""
+        layers = list(feature_layers(self.net)) if self.feature_stats else without_running(self.net)
+        of: Literal["input", "output"] = "output" if self.feature_stats else "input"
+        return measured_statistics(self, state, self.federation, index, layers, of) if layers else {}
+
     def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
         """The trained model, and in rounds of refit what has to be measured on the client's data."""
         sent, kept = super().finish(client, state, message)
-        layers = list(feature_layers(self.net)) if self.feature_stats else without_running(self.net)
-        if not layers or not self.refits(self.trainer.current_epoch):
+        if not self.refits(self.trainer.current_epoch):
             return sent, kept
-        index = self.federation.train[client]
-        of: Literal["input", "output"] = "output" if self.feature_stats else "input"
-        found = measured_statistics(self, state, self.federation, index, layers, of)
+        found = self._measure(state, self.federation.train[client])
         named = {f"{MEASURED}{layer}.{kind}": value for layer, own in found.items() for kind, value in own.items()}
         return sent | {name: value.to(self.compute_dtype) for name, value in named.items()}, kept
 
@@ -186,6 +200,8 @@ def _check_net(net: nn.Module, add_norm: bool, feature_stats: bool) -> None:
         raise FederationError("FedDAF reads either normalisation layers or features: set add_norm or feature_stats.")
     if feature_stats and not feature_layers(net):
         raise FederationError(f"{name} has no hidden layer whose features FedDAF could describe: use another net.")
+    if add_norm and (found := list(norm_layers(net))):
+        raise FederationError(f"{name} has normalisation layers already ({found[0]}): leave add_norm out.")
     if not (add_norm or feature_stats or norm_layers(net)):
         raise FederationError(
             f"FedDAF reads statistics of normalisation layers and {name} has none: take a net that has some, such as "

@@ -71,7 +71,7 @@ class FedGroup(ClusterModels):
         picked: list[int] = rng.choice(clients, min(PER_GROUP * self.clusters, clients), replace=False).tolist()
         others = sorted(set(range(clients)) - set(picked))
         cold = Fitting(self, self.trainable_names, self.cold_steps, self.cold_steps, COLD)
-        return [Stage(picked, COLD, cold), Stage(others, JOIN, cold), Stage(cohort)]
+        return [Stage(picked, COLD, cold, needed=True), Stage(others, JOIN, cold), Stage(cohort)]
 
     def message_down(self, client: int) -> State:
         """w0 in the cold start, else the model of the client's group."""
@@ -83,7 +83,8 @@ class FedGroup(ClusterModels):
     def aggregate(self, messages: list[Message]) -> State:
         """Groups in the cold start, else the mean of every group."""
         if self.stage.name == COLD:
-            return self.form(messages)
+            self.form(messages)
+            return {}
         if self.stage.name == JOIN:
             self.groups |= {message.client: self.join(message.tensors) for message in messages}
             return {}
@@ -91,8 +92,9 @@ class FedGroup(ClusterModels):
 
     # ---- groups -----------------------------------------------------------------------------------------------
 
-    def form(self, messages: list[Message]) -> State:
-        """Form the groups of clients that were picked; returns the groups' models."""
+    @torch.no_grad()
+    def form(self, messages: list[Message]) -> None:
+        """Form the groups of clients that were picked, and give them their models, whatever the server's optimizer."""
         self.start = {name: value.clone() for name, value in self.model_state(0).items()}
         updates = [self.update_of(message.tensors) for message in messages]
         features = cosine_features(gram_matrix(updates), self.clusters)
@@ -100,13 +102,13 @@ class FedGroup(ClusterModels):
         labels = k_means(features, self.clusters, int(rng.integers(2**31)))
         self.groups = {message.client: label for message, label in zip(messages, labels, strict=True)}
         members = {q: [m for m in messages if self.groups[m.client] == q] for q in sorted(set(labels))}
-        target: State = {}
         self.references = {}
         for group, own in members.items():
             mean = weighted_mean(own, message_weights(own, "uniform"), self.shared_names)
-            target |= {f"{group}.{name}": value for name, value in mean.items()}
+            model = self.model_state(group)
+            for name, value in mean.items():
+                model[name].copy_(value)
             self.references[group] = self.update_of(mean)
-        return target
 
     def join(self, trained: State) -> int:
         """The group whose reference is nearest in direction to the update of a client that trained from w0."""

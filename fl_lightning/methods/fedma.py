@@ -121,9 +121,15 @@ class FedMA(FederatedModule):
         mean = super().aggregate(messages)
         if self.mode == "grow":
             mean = self._renormalised(mean, reference, messages, masks)
-            resize(self.net, mean)
-            self.__dict__["_functional"] = None
+            self._resize(mean)
         return mean
+
+    def _resize(self, state: State) -> None:
+        """Give the net's layers the shapes of a state; whatever was made of it in its old shapes is made anew."""
+        if any(value.shape != state[name].shape for name, value in entries(self.net).items() if name in state):
+            resize(self.net, state)
+            self.__dict__["_functional"] = None
+            self.engine.reset()
 
     def _match(
         self, number: int, reference: State, messages: list[Message], most: int | None
@@ -239,8 +245,7 @@ class FedMA(FederatedModule):
         if self.mode == "grow":
             prefix = "net."
             saved = checkpoint["state_dict"].items()
-            resize(self.net, {name.removeprefix(prefix): value for name, value in saved if name.startswith(prefix)})
-            self.__dict__["_functional"] = None
+            self._resize({name.removeprefix(prefix): value for name, value in saved if name.startswith(prefix)})
         super().on_load_checkpoint(checkpoint)
 
 

@@ -72,6 +72,8 @@ class FeSEM(ClusterModels):
     def aggregate(self, messages: list[Message]) -> State:
         """One E-step and one M-step over all clients with a known model."""
         self.known |= {m.client: {name: v.clone() for name, v in m.tensors.items()} for m in messages}
+        # Those that a checkpoint brought back may lie elsewhere.
+        self.known = {c: {name: v.to(self.device) for name, v in own.items()} for c, own in self.known.items()}
         self.labels = self.nearest()
         members: dict[int, list[Message]] = {}
         for client, cluster in self.labels.items():

@@ -68,7 +68,7 @@ class SCAFFOLD(FederatedModule):
                 state[SUM + name] = torch.zeros_like(state[name])
             else:
                 state[START + name] = state[name]
-        return state | {STEPS: torch.zeros((), dtype=self.compute_dtype, device=self.device)}
+        return state | {STEPS: torch.zeros((), device=self.device, dtype=torch.float32)}  # half a float cannot count
 
     def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
         """One corrected step; the raw gradient is added up if need be."""
@@ -108,5 +108,6 @@ class SCAFFOLD(FederatedModule):
         return torch.stack(changes).sum(0) / self.federation.num_clients
 
     def personal_state(self, client: int) -> State:
-        """The server's model for everyone."""
-        return self.server_state()
+        """The server's model for everyone, with the buffers that a client keeps."""
+        kept = self.snapshots[client].private
+        return {name: kept.get(name, value) for name, value in self.server_state().items()}

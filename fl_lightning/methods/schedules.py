@@ -84,18 +84,25 @@ class Linear(Schedule):
 AnySchedule = Schedule | Callable[[float], float]
 
 
-def describe(schedule: AnySchedule) -> dict[str, Any] | None:
-    """Class path and arguments in plain values, for a checkpoint; None for a callable that is no ``Schedule``."""
+def describe(schedule: AnySchedule) -> dict[str, Any] | str:
+    """Class path and arguments in plain values, for a checkpoint; the import path of a function."""
     if not isinstance(schedule, Schedule):
-        return None
+        named: Any = schedule if hasattr(schedule, "__qualname__") else type(schedule)
+        # An object of a class that is no Schedule cannot be made again: its path leads nowhere.
+        return f"{named.__module__}.{named.__qualname__}{'' if named is schedule else '()'}"
     kind = type(schedule)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": dict(vars(schedule))}
 
 
-def made(schedule: AnySchedule | Mapping[str, Any] | None, name: str) -> AnySchedule:
+def made(schedule: AnySchedule | Mapping[str, Any] | str | None, name: str) -> AnySchedule:
     """The schedule that an argument stands for: itself, what a description describes, the paper's sigmoid for None."""
     if schedule is None:
         return Sigmoid()
+    if isinstance(schedule, str):
+        try:
+            schedule = pkgutil.resolve_name(schedule)
+        except (ValueError, ImportError, AttributeError):
+            raise FederationError(f"{name} was {schedule}, which cannot be imported: pass {name}= again.") from None
     if isinstance(schedule, Mapping):
         kind = pkgutil.resolve_name(schedule["class_path"])
         schedule = kind(**(schedule.get("init_args") or {}))

@@ -118,6 +118,10 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         raw = self.raw_weights(distances)
         clients = self.federation.num_clients
         past = self.memory.get(RAW, torch.zeros(0, *raw.shape, dtype=raw.dtype)).cpu()
+        if self.this_round < self.first_local:
+            # Nothing is known of agents whose own update is left out: they weigh as in the round before.
+            last = past[-1] if len(past) else torch.full_like(raw, 1 / clients)
+            raw = torch.where(moved.isnan()[:, None], last, raw)
         window = torch.cat([past, raw[None]])[-self.smoothing :]
         self.memory[RAW] = window[-(self.smoothing - 1) or len(window) :].to(self.device)
         missing = self.smoothing - len(window) if self.before_first == "uniform" else 0

@@ -9,6 +9,29 @@ from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.units import Units, recurrent_units
 
 
+class BothWays(nn.LSTM):
+    """A bidirectional LSTM layer that takes its sequences in both orders, the second with padding still last."""
+
+    def forward(self, x: Tensor, turned: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Outputs of both directions, each in its own order and 0 for padding, and which of them are no padding.
+
+        Args:
+            x: the sequences, shape (B, length, features).
+            turned: their tokens from last to first.
+            present: which are tokens, shape (B, length).
+        """
+        outputs = torch.cat((self._direction(x, ""), self._direction(turned, "_reverse")), 2)
+        return outputs * present[..., None], present
+
+    def _direction(self, x: Tensor, suffix: str) -> Tensor:
+        """Outputs of one direction, shape (B, length, units)."""
+        kinds = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+        weights = [getattr(self, kind + suffix) for kind in kinds]
+        start = x.new_zeros(1, len(x), self.hidden_size)
+        outputs: Tensor = torch.lstm(x, (start, start), weights, True, 1, 0.0, self.training, False, True)[0]
+        return outputs
+
+
 class BiLSTM(FedNet):
     """``bilstm``: embedding, one bidirectional LSTM, the mean of its outputs over tokens, LayerNorm, dropout, ``head``.
 
@@ -38,7 +61,7 @@ class BiLSTM(FedNet):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_embeddings, embedding, padding_idx=0)
-        self.lstm = nn.LSTM(embedding, units, batch_first=True, bidirectional=True)
+        self.lstm = BothWays(embedding, units, batch_first=True, bidirectional=True)
         self.norm = nn.LayerNorm(2 * units)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(2 * units, num_classes)
@@ -59,15 +82,6 @@ class BiLSTM(FedNet):
         place = torch.arange(x.shape[1], device=x.device).expand_as(x)
         # The tokens from last to first, padding still last. Outputs need not be turned back: their mean is the same.
         turned = torch.where(place < lengths, lengths - 1 - place, place)
-        forward = self._direction(self.embedding(x), "")
-        backward = self._direction(self.embedding(x.gather(1, turned)), "_reverse")
-        outputs = torch.cat((forward, backward), 2) * present[..., None]
-        return outputs.sum(1) / lengths.clamp(min=1)
-
-    def _direction(self, x: Tensor, suffix: str) -> Tensor:
-        """Outputs of one direction of the LSTM, shape (B, length, units)."""
-        kinds = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-        weights = [getattr(self.lstm, kind + suffix) for kind in kinds]
-        start = x.new_zeros(1, len(x), self.lstm.hidden_size)
-        outputs: Tensor = torch.lstm(x, (start, start), weights, True, 1, 0.0, self.training, False, True)[0]
-        return outputs
+        outputs, _ = self.lstm(self.embedding(x), self.embedding(x.gather(1, turned)), present)
+        total: Tensor = outputs.sum(1)
+        return total / lengths.clamp(min=1)

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 
 from fl_lightning.callbacks import InferredDistributionCallback, ParameterBiasCallback
 from fl_lightning.callbacks import central as central_module
-from fl_lightning.callbacks.central import train_centrally
-from fl_lightning.callbacks.inferred import nearest_neighbour_accuracy, two_sample_score
+from fl_lightning.callbacks.central import some_tests, train_centrally
+from fl_lightning.callbacks.inferred import (
+    dominant_classes,
+    nearest_neighbour_accuracy,
+    penultimate,
+    two_sample_score,
+)
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import FedAvg, FedDAF, Local
+from fl_lightning.methods import IFCA, FedAvg, FedDAF, FedGroup, FedPer, Local
 from fl_lightning.nets import LeNetBN
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, kill, make, run, stopped
@@ -73,9 +78,17 @@ def test_errors_by_hand(tmp_path: Path) -> None:
 
 
 def test_layers_that_keep_nothing_are_measured_on_test_samples(tmp_path: Path) -> None:
-    callback = ParameterBiasCallback(folder=str(tmp_path))
-    fit(FedAvg(Layered(), lr=0.1, batch_size=8, engine="stacked"), blobs(), rounds=1, callbacks=[callback])  # type: ignore[arg-type]
+    callback, net = ParameterBiasCallback(folder=str(tmp_path)), Layered().double()
+    initial = {name: value.clone() for name, value in net.state_dict().items()}
+    method, data = FedAvg(net, lr=0.1, batch_size=8, engine="stacked"), blobs()  # type: ignore[arg-type]
+    fit(method, data, rounds=1, callbacks=[callback])
     assert set(callback.by_layer["ln"]) == {"mu", "sigma", "beta", "gamma"}
+    x = data.federation.inputs[data.federation.test.flat].double()
+    models = (weights(method), train_centrally(method, initial, method.federation, 1))
+    own, other = (nn.functional.linear(x, m["fc.weight"], m["fc.bias"]) for m in models)
+    assert callback.by_layer["ln"]["mu"] == pytest.approx(float((own.mean(0) - other.mean(0)).abs().mean()))
+    sigmas = [features.std(0, correction=0) for features in (own, other)]
+    assert callback.by_layer["ln"]["sigma"] == pytest.approx(float((sigmas[0] - sigmas[1]).abs().mean()))
 
 
 def test_a_central_model_is_trained_once_for_all_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +118,37 @@ def test_passes_are_those_of_the_clients_and_survive_a_resume(tmp_path: Path) ->
     stopped(make(FedAvg), tmp_path / "part", ParameterBiasCallback(), Stop("on_round_end", 3, kill))
     part = ParameterBiasCallback(folder=str(tmp_path / "b"))
     run(make(FedAvg), tmp_path / "part", part, ckpt_path=str(tmp_path / "part" / "last.ckpt"))
-    assert whole.samples == part.samples
+    assert whole.before == part.before == 0
     assert largest_difference(whole.initial, part.initial) == 0
     assert part.bias == whole.bias
 
 
+def test_the_models_of_clusters_that_have_clients_are_compared(tmp_path: Path) -> None:
+    """All clients choose the second of two models: the first, which stays as it was drawn, plays no part."""
+    callback, method = ParameterBiasCallback(folder=str(tmp_path)), IFCA(lenet(), clusters=2, lr=0.1, engine="stacked")
+    method.choose = lambda client, models: 1  # type: ignore[method-assign]
+    fit(method, blobs((19, 9, 16), IMAGE), rounds=2, callbacks=[callback])
+    central = callback.central_state(method.trainer, method)
+    error = (method.model_state(1)["bn1.running_mean"] - central["bn1.running_mean"]).abs().mean()
+    assert callback.by_layer["bn1"]["mu"] == pytest.approx(float(error))
+
+
+def test_passes_leave_the_cold_start_out_and_are_one_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+    monkeypatch.setattr(central_module, "train_centrally", lambda *args: trained.append(args[-1]) or args[1])
+    for method, data, rounds in (
+        (FedGroup(lenet(), clusters=2, cold_steps=3, batch_size=8, engine="stacked"), blobs((9, 8, 9), IMAGE), 2),
+        (FedAvg(lenet(), batch_size=8, engine="stacked"), blobs([8] * 8, IMAGE, fraction=0.125), 1),
+        (FedAvg(lenet(), epochs=3, batch_size=8, engine="stacked"), blobs([8] * 4, IMAGE, fraction=0.5), 3),
+    ):
+        callback = ParameterBiasCallback(folder=str(tmp_path / type(method).__name__ / str(rounds)))
+        fit(method, data, rounds=rounds, callbacks=[callback])
+    assert trained == [2, 1, round(3 * 3 * 2 / 4)]
+
+
 def test_refusals() -> None:
+    with pytest.raises(FederationError, match=r"FedPer has no model of everybody's to compare, as clients keep head"):
+        fit(FedPer(lenet()), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="MLP has no normalisation layers"):
         fit(FedAvg(mlp()), blobs(), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="needs FedDAF, not Local"):
@@ -124,6 +162,7 @@ def test_nearest_neighbours() -> None:
     a, b, far = (torch.from_numpy(rng.normal(size=(200, 3)) + shift) for shift in (0, 0, 9))
     assert abs(two_sample_score(a, b, rng) - 0.5) < 0.06
     assert two_sample_score(a, far, rng) == 1.0
+    assert abs(two_sample_score(a, b[:20], rng) - 0.5) < 0.1  # as many of both, whichever are fewer
     line = torch.tensor([[0.0], [1.0], [5.0]])
     other = torch.tensor([[0.4], [6.0]])
     assert nearest_neighbour_accuracy(line, other) == 0.0  # 0 and 1 -> 0.4, 5 -> 6, and back
@@ -139,6 +178,21 @@ def test_the_picture_of_what_is_inferred(original: bool, tmp_path: Path) -> None
     assert told == {"two_sample_score": callback.score, "clients": 6, "draws": 40}
     assert (tmp_path / "inferred_distribution.png").stat().st_size > 5000
     assert (tmp_path / "central.pt").exists() == original
+
+
+def test_what_is_pictured_by_hand() -> None:
+    data = blobs()
+    method = FedAvg(mlp(), lr=0.1, batch_size=8, engine="stacked")
+    fit(method, data, rounds=1)
+    labels = [data.federation.targets[index].tolist() for index in data.federation.train]
+    assert dominant_classes(method).tolist() == [max(range(CLASSES), key=own.count) for own in labels]
+    index, state = data.federation.test.flat[:5], weights(method)
+    hidden = nn.functional.linear(data.federation.inputs[index].double(), state["fc1.weight"], state["fc1.bias"])
+    torch.testing.assert_close(penultimate(method, state, index), hidden.relu())
+    chosen = some_tests(method, 7)
+    assert len(set(chosen.tolist())) == 7
+    assert set(chosen.tolist()) <= set(data.federation.test.flat.tolist())
+    assert torch.equal(chosen, some_tests(method, 7))
 
 
 def test_nothing_is_pictured_before_the_first_fit_of_the_autoencoder(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fl_lightning import pictures
 from fl_lightning.callbacks import Dashboard, FactorsCallback, FairnessCallback, MembershipInferenceCallback, RunRecord
 from fl_lightning.callbacks.dashboard import SKETCH, _sketched
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import FedAvg, Local, WAFFLe
+from fl_lightning.methods import FedAvg, Local, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
 from tests.browser import Board, colours, screenshot
 from tests.support import blobs, fit, mlp, weights
@@ -154,6 +154,13 @@ def test_methods_that_send_nothing_and_runs_without_tensorboard(tmp_path: Path) 
     run(tmp_path, Local(mlp(), engine="stacked"), dashboard)
     assert dashboard.sketches == {}
     fit(FedAvg(mlp(), engine="stacked"), blobs(), 1, callbacks=[Dashboard()])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_client_that_trains_a_model_for_every_agent_is_on_the_map_with_each(precision: Any, tmp_path: Path) -> None:
+    dashboard = Dashboard()
+    run(tmp_path, WeightErosion(mlp(), agent_of_interest="all"), dashboard, precision=precision)
+    assert len(dashboard.sketches) == len(SIZES) + len(SIZES) ** 2
 
 
 def test_sketches_keep_angles() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_attacks_on_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert "target" not in shown
     assert Path("here/attack_leakage.md").exists()
     assert Path("saved/run.ckpt").read_bytes() == before
+
+
+def test_the_configuration_that_a_run_saved_serves_the_attack_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named as a reader of the README would, and as the process's own arguments, of which Lightning does not warn."""
+    logs = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "runs"]
+    main(["fit", "--config", "quickstart", "--quiet", *logs, "--trainer.max_epochs=1", "--trainer.callbacks=" + SAVER])
+    (config,) = Path("runs").rglob("config.yaml")
+    view = ["--view", "outsider", "--options", '{"shadows": 1, "clients": 2}', "--quiet"]
+    for given in ("quickstart", str(config)):
+        command = ["attack", "--config", given, "--ckpt_path", "saved/run.ckpt", *view, "--out", Path(given).stem]
+        monkeypatch.setattr("sys.argv", ["fl-lightning", *command])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="LightningCLI's args parameter")
+            main(command)
+    assert Path("quickstart/attack_membership.json").read_text() == Path("config/attack_membership.json").read_text()
 
 
 def test_what_cannot_be_attacked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,8 +31,8 @@ def own(method: APFL, client: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_the_shared_stream_is_fedavgs_for_every_alpha(engine: str, alpha: float, adaptive: bool) -> None:
-    one = APFL(mlp(), alpha=alpha, adaptive=adaptive, engine=engine, momentum=0.5, **OPTIONS)
-    other = FedAvg(mlp(), engine=engine, momentum=0.5, **OPTIONS)
+    settings: dict[str, Any] = {"engine": engine, "momentum": 0.5, "clip_norm": 0.3, **OPTIONS}
+    one, other = APFL(mlp(), alpha=alpha, adaptive=adaptive, **settings), FedAvg(mlp(), **settings)
     for method in (one, other):
         fit(method, blobs(fraction=0.5), rounds=3)
     assert largest_difference(weights(one), weights(other)) < 1e-12
@@ -40,10 +40,8 @@ def test_the_shared_stream_is_fedavgs_for_every_alpha(engine: str, alpha: float,
 
 @ENGINES
 def test_alpha_one_trains_local_models(engine: str) -> None:
-    one, other = (
-        APFL(mlp(), alpha=1.0, adaptive=False, engine=engine, **OPTIONS),
-        Local(mlp(), engine=engine, **OPTIONS),
-    )
+    settings: dict[str, Any] = {"engine": engine, "clip_norm": 0.3, **OPTIONS}
+    one, other = APFL(mlp(), alpha=1.0, adaptive=False, **settings), Local(mlp(), **settings)
     for method in (one, other):
         fit(method, blobs(), rounds=3)
     for client in range(4):
@@ -101,6 +99,33 @@ def test_alpha_moves_and_stays_between_0_and_1() -> None:
     assert len({round(share, 6) for share in [*shares, 0.5]}) > 2
 
 
+@pytest.mark.parametrize(("alpha", "lr"), [(0.05, 2.0), (0.95, 2.0)])
+def test_alpha_stops_at_its_bounds(alpha: float, lr: float) -> None:
+    method = APFL(mlp(), alpha=alpha, lr=lr, epochs=3, batch_size=8)
+    fit(method, blobs(), rounds=8)
+    shares = [float(method.snapshots[c].private[ALPHA]) for c in range(4)]
+    assert any(share in (0.0, 1.0) for share in shares)
+    assert all(0 <= share <= 1 for share in shares)
+
+
+def test_alpha_is_drawn_to_zero_by_alpha_reg() -> None:
+    """In the first round v_i = w, so that nothing else moves it: a - lr alpha_reg a."""
+    method = APFL(mlp(), alpha=0.5, alpha_reg=0.2, **OPTIONS)
+    fit(method, blobs(), rounds=1)
+    assert float(method.snapshots[0].private[ALPHA]) == pytest.approx(0.5 - 0.1 * 0.2 * 0.5)
+
+
+@pytest.mark.parametrize("buffers", ["average", "keep"])
+def test_running_statistics_are_those_of_w(buffers: Any) -> None:
+    one, other = make(APFL, buffers=buffers), make(FedAvg, buffers=buffers)
+    for method in (one, other):
+        fit(method, blobs((19, 9, 16), (1, 28, 28)), rounds=2)
+    mixed, plain = one.personal_state(1), other.personal_state(1)
+    for name in ("bn1.running_mean", "bn2.running_var"):
+        torch.testing.assert_close(mixed[name], plain[name])
+        assert (mixed[name] - one._initial_buffers[name]).abs().max() > 1e-3
+
+
 def test_never_sampled_clients_mix_the_initial_model() -> None:
     method = APFL(mlp(), alpha=0.25, **OPTIONS)
     initial = {name: value.clone().double() for name, value in method.net.state_dict().items()}
@@ -137,3 +162,5 @@ def test_resumes_exactly(tmp_path: Path) -> None:
 def test_alpha_outside_its_range_is_refused() -> None:
     with pytest.raises(FederationError, match="alpha must lie between 0 and 1"):
         APFL(mlp(), alpha=1.5)
+    with pytest.raises(FederationError, match="alpha_reg must be 0 or more"):
+        APFL(mlp(), alpha_reg=-1.0)

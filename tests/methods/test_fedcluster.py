@@ -95,6 +95,31 @@ def test_everyone_has_the_same_model_and_groups_do_help_nobody_to_another() -> N
     assert largest_difference(weights(method), weights(other)) > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:Round 0")
+def test_a_group_whose_only_client_diverges_leaves_the_model_as_it_is() -> None:
+    method = fedcluster(clusters=4)
+    finish = method.finish
+
+    def broken(client: int, state: Any, message: Any) -> Any:
+        sent, kept = finish(client, state, message)
+        return ({name: value * torch.nan for name, value in sent.items()} if client == 2 else sent), kept
+
+    method.finish = broken  # type: ignore[method-assign]
+    run = fit(method, blobs(), rounds=1)
+    assert run.callback_metrics["clients/left_out"] == 1
+    assert run.callback_metrics["clients/trained"] == 3
+    others = fedcluster(clusters=4)
+    others.cohort = lambda round: [0, 1, 3]  # type: ignore[method-assign]
+    fit(others, blobs(), rounds=1)
+    assert largest_difference(weights(method), weights(others)) == 0
+    method.finish = lambda client, state, message: (  # type: ignore[method-assign]
+        {name: value * torch.nan for name, value in state.items()},
+        {},
+    )
+    with pytest.raises(FederationError, match="are not finite"):
+        fit(method, blobs(), rounds=1)
+
+
 def test_refusals() -> None:
     with pytest.raises(FederationError, match="4 clients cannot form 5 groups: set clusters to 4 or less"):
         fit(fedcluster(clusters=5), blobs(), rounds=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from fl_lightning import distributions as dist
 from fl_lightning import seeding
 from fl_lightning.callbacks import FederatedCallback
+from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedDAF
 from fl_lightning.methods.feddaf import MEASURED
 from fl_lightning.methods.fusion import Fusion, Projection, capped, fusion_weights
 from fl_lightning.methods.fusion_vae import Noise, belonging, expected_allocation
-from fl_lightning.nets import LeNetBN
+from fl_lightning.nets import BiLSTM, FedNet, LeNetBN
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
@@ -309,6 +311,11 @@ def test_draws_of_the_inferred_distribution() -> None:
     assert draws.shape == (300, 12)
     assert set(rows.tolist()) == {0, 19}
     assert float((draws[:, 5] - 7).abs().max()) < 1e-12
+    # Draws lie with their client's group, which the first coordinates tell, and are not all the same.
+    first = draws[:, :4].mean(1)
+    assert float(first[rows == 0].mean()) > 1.5  # half way between the groups
+    assert float(first[rows == 19].mean()) < 1.5
+    assert all(float(first[rows == row].std()) > 1e-3 for row in (0, 19))
 
 
 # ---- what crosses the wire ----------------------------------------------------------------------------------------
@@ -384,6 +391,45 @@ def test_feature_statistics_of_an_unchanged_net() -> None:
     torch.testing.assert_close(tensors[f"{MEASURED}fc1.sigma"], hidden.std(0, correction=0))
 
 
+def test_features_of_the_bilstm_are_those_of_its_tokens() -> None:
+    """Mean and deviation of both directions over all tokens, by PyTorch's own LSTM over packed sequences."""
+    lengths = torch.tensor([1 + i % 4 for i in range(30)])
+    x = torch.randint(1, 20, (30, 4), generator=torch.Generator().manual_seed(0))
+    x[torch.arange(4) >= lengths[:, None]] = 0
+    data = TensorFederation(
+        x, torch.arange(30) % 2, train=[range(15), range(15, 24)], test=[range(24, 27), range(27, 30)]
+    )
+    sent, net = Sent(), BiLSTM(20, embedding=6, units=5)
+    fit(daf(net, warmup=0, feature_stats=True), data, rounds=1, callbacks=[sent])
+    tensors = sent.tensors[0]
+    lstm = nn.LSTM(6, 5, batch_first=True, bidirectional=True).double()
+    lstm.load_state_dict({n.removeprefix("lstm."): v for n, v in tensors.items() if n.startswith("lstm.")})
+    packed = nn.utils.rnn.pack_padded_sequence(
+        tensors["embedding.weight"][x[:15]], lengths[:15], batch_first=True, enforce_sorted=False
+    )
+    outputs = lstm(packed)[0].data
+    torch.testing.assert_close(tensors[f"{MEASURED}lstm.mu"], outputs.mean(0))
+    torch.testing.assert_close(tensors[f"{MEASURED}lstm.sigma"], outputs.std(0, correction=0))
+
+
+class Uncalled(FedNet):
+    """A convolution of which only the weights are used, so that nothing can be measured at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(1, 3, 20), nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.conv1d(x[:, None], self.conv.weight, self.conv.bias).mean(2))
+
+
+def test_a_net_that_cannot_be_measured_is_refused_before_it_is_trained() -> None:
+    method = daf(Uncalled(), feature_stats=True, warmup=5)
+    with pytest.raises(FederationError, match="Features of conv cannot be measured: Uncalled does not call it"):
+        fit(method, blobs(), rounds=1)
+    assert not len(method.snapshots)
+
+
 def test_added_norms(tmp_path: Path) -> None:
     method = daf(mlp(), add_norm=True)
     fit(method, blobs(), rounds=3)
@@ -445,6 +491,7 @@ def test_weights_and_server_time_are_logged() -> None:
         ({"net": mlp(hidden=()), "add_norm": True}, "MLP has no layer to put normalisation after"),
         ({"net": mlp(hidden=()), "feature_stats": True}, "MLP has no hidden layer"),
         ({"add_norm": True, "feature_stats": True}, "set add_norm or feature_stats"),
+        ({"add_norm": True}, "LeNetBN has normalisation layers already (bn1): leave add_norm out"),
         ({"components": 0}, "components must be 1 or more, not 0"),
         ({"refit_every": 0}, "refit_every must be 1 or more, not 0"),
         ({"cap": 0.5}, "cap must be 1 or more"),
@@ -453,5 +500,5 @@ def test_weights_and_server_time_are_logged() -> None:
     ],
 )
 def test_bad_arguments_are_one_sentence(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(FederationError, match=sentence.replace("(", r"\(")):
+    with pytest.raises(FederationError, match=re.escape(sentence)):
         daf(**options)

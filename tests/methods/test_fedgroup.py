@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,45 @@ def test_groups_models_and_references_after_the_cold_start() -> None:
         mean = {name: sum(t[name] for t in own) / len(own) for name in start}
         assert largest_difference(after[q], mean) < 1e-12
         assert largest_difference(method.references[q], {name: mean[name] - start[name] for name in start}) < 1e-12
+
+
+def test_groups_begin_where_the_cold_start_led_whatever_the_servers_optimizer() -> None:
+    plain, adaptive = group(), group(server_optimizer=partial(torch.optim.Adam, lr=0.02))
+    begun: list[list[dict[str, torch.Tensor]]] = []
+    for method in (plain, adaptive):
+
+        def note(messages: list[Any], method: Any = method) -> None:
+            if method.stage.training is None:
+                begun.append([{n: v.clone() for n, v in method.model_state(q).items()} for q in range(2)])
+
+        method.on_before_aggregate = note  # type: ignore[attr-defined]
+        fit(method, planted(), rounds=1)
+    for one, other in zip(*begun, strict=True):
+        assert largest_difference(one, other) == 0
+    moments = adaptive.optimizers().state  # type: ignore[union-attr]
+    assert {float(m["step"]) for m in moments.values()} == {1.0}  # of the first round, none of the cold start
+
+
+@pytest.mark.filterwarnings("ignore:Round 0")
+def test_a_newcomer_that_diverges_in_the_cold_start_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fedgroup, "PER_GROUP", 2)
+    method = group()
+    finish = method.finish
+
+    def broken(client: int, state: Any, message: Any) -> Any:
+        sent, kept = finish(client, state, message)
+        return ({n: v * torch.nan for n, v in sent.items()} if method.stage.name == fedgroup.JOIN else sent), kept
+
+    method.finish = broken  # type: ignore[method-assign]
+    run = fit(method, planted(), rounds=1)
+    assert len(method.groups) == 4
+    assert run.callback_metrics["clients/trained"] == 8
+    method.finish = lambda client, state, message: (  # type: ignore[method-assign]
+        {name: value * torch.nan for name, value in state.items()},
+        {},
+    )
+    with pytest.raises(FederationError, match=r"updates of all 4 clients .* are not finite"):
+        fit(method, planted(), rounds=1)
 
 
 def test_others_take_the_same_steps_and_join_the_nearest_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,6 +363,22 @@ def test_growing_runs_are_capped_and_resumed(tmp_path: Path) -> None:
     assert loaded.net.bn1.num_features == 12  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("mlp", {"layerwise": True}), ("residual", {"mode": "grow", "sigma": 0.02, "gamma0": 1e6, "sweeps": 0})],
+    ids=["layerwise", "grow"],
+)
+def test_workers_agree(name: str, options: dict[str, Any]) -> None:
+    one, two = (
+        FedMA(seeded(name), lr=0.05, batch_size=8, engine="sequential", workers=n, **options)  # type: ignore[arg-type]
+        for n in (1, 2)
+    )
+    for method in (one, two):
+        fit(method, blobs((19, 9, 16), NETS[name][1]), rounds=3)
+    assert largest_difference(weights(one), weights(two)) == 0
+    assert options.get("layerwise") or one.net.blocks[1].conv2.groups == 16  # type: ignore[union-attr,index]
+
+
 # ---- one layer per round ------------------------------------------------------------------------------------------
 
 

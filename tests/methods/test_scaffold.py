@@ -14,7 +14,7 @@ from fl_lightning.callbacks import FederatedCallback
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg
-from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER
+from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER, STEPS
 from fl_lightning.nets import LeNetBN
 from tests.engine.test_equality import differ
 from tests.support import blobs, fit, largest_difference, mlp, weights
@@ -193,6 +193,30 @@ def test_resumes_exactly_with_its_control_variates(tmp_path: Path) -> None:
     run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
     assert_same(state_of(again), state_of(whole))
     assert_same(again.server_control(), whole.server_control())  # type: ignore[attr-defined]
+
+
+def test_buffers_that_clients_keep_are_those_they_are_evaluated_with() -> None:
+    one, other = make(SCAFFOLD, buffers="keep"), make(FedAvg, buffers="keep")
+    for method in (one, other):
+        fit(method, blobs((19, 9, 16), (1, 28, 28)), rounds=1)  # in which SCAFFOLD is FedAvg
+    for name in ("bn1.running_mean", "bn2.running_var"):
+        torch.testing.assert_close(one.personal_state(1)[name], other.personal_state(1)[name])
+        assert (one.personal_state(1)[name] - one._initial_buffers[name]).abs().max() > 1e-3
+
+
+def test_steps_are_counted_beyond_what_half_a_float_can() -> None:
+    """In bfloat16 256 + 1 is 256."""
+    method = SCAFFOLD(mlp(), lr=0.001, epochs=60, batch_size=8, engine="sequential")
+    counted: list[float] = []
+    finish = method.finish
+
+    def look(client: int, state: Any, message: Any) -> Any:
+        counted.append(float(state[STEPS]))
+        return finish(client, state, message)
+
+    method.finish = look  # type: ignore[method-assign]
+    fit(method, blobs([40]), rounds=1, precision="bf16-true", limit_val_batches=0)
+    assert counted == [300.0]
 
 
 def test_sample_weights_are_refused() -> None:

@@ -22,7 +22,7 @@ from fl_lightning.methods.waffle_avg import NEW, calculate_weights
 from tests.engine.test_equality import differ
 from tests.methods.test_scaffold import Point
 from tests.methods.test_weight_erosion import _known, twins
-from tests.support import blobs, fit, largest_difference, mlp, weights
+from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
 CONTROLS = pytest.mark.parametrize("control", ["eq1", "weighted_mean"])
@@ -270,6 +270,53 @@ def test_all_agents_at_once_equal_a_run_for_each(control: Any) -> None:
     assert together.summary["clients/trained"] == 4  # alone from round 4, smoothed from round 6
 
 
+class Fails(WAFFLEAvg):
+    """The update of client 2 for agent 1 is not finite in the second round."""
+
+    def finish(self, client: int, state: Any, message: Any) -> Any:
+        sent, kept = super().finish(client, state, message)
+        whose = self._row(client) if self.everyone else self.agent_of_interest
+        if (whose, self.client_of(client), self.this_round) == (1, 2, 2):
+            sent = {name: value * math.nan for name, value in sent.items()}
+        return sent, kept
+
+
+@pytest.mark.filterwarnings("ignore:Round 1")
+def test_a_client_that_is_left_out_of_one_federation_goes_on_with_what_it_has_there() -> None:
+    together, alone = waffle(Fails, agent_of_interest="all"), waffle(Fails, agent_of_interest=1)
+    for method in (together, alone):
+        fit(method, blobs(), rounds=4)
+    assert largest_difference(together.personal_state(1), alone.server_state()) < 1e-12
+
+
+class Silent(WAFFLEAvg):
+    """The agent's own update is not finite in the second round."""
+
+    def finish(self, client: int, state: Any, message: Any) -> Any:
+        sent, kept = super().finish(client, state, message)
+        bad = client == self.agent_of_interest and self.this_round == 2
+        return {name: value * math.nan for name, value in sent.items()} if bad else sent, kept
+
+
+@pytest.mark.filterwarnings("ignore:Round 1")
+def test_a_round_without_the_agents_own_update_weighs_as_the_one_before() -> None:
+    method, models, raw = waffle(Silent, agent_of_interest=1), [], []
+    weigh = method.raw_weights
+
+    def noted(distances: Tensor) -> Tensor:
+        raw.append(weigh(distances))
+        return raw[-1]
+
+    method.raw_weights = noted  # type: ignore[method-assign]
+    method.on_round_end = lambda messages: models.append(weights(method))  # type: ignore[attr-defined]
+    fit(method, blobs(), rounds=10)
+    assert largest_difference(models[0], models[1]) == 0
+    used = method.weight_history()[:, 0]
+    assert (used[1] == 0).all()
+    torch.testing.assert_close(used[2], (2 * raw[0][0] + raw[2][0]) / 3)
+    torch.testing.assert_close(used[3], (raw[0][0] + raw[2][0] + raw[3][0]) / 3)
+
+
 @pytest.mark.parametrize("agent", [1, "all"])
 def test_engines_agree(agent: Any) -> None:
     def trained(engine: str) -> WAFFLEAvg:
@@ -313,6 +360,32 @@ def test_a_checkpoint_knows_the_schedules(tmp_path: Path) -> None:
     assert (loaded.omega.start, loaded.omega.end) == (0.9, 0.1)
     assert isinstance(loaded.psi, Sigmoid)
     assert (loaded.control_rule, loaded.smoothing) == ("weighted_mean", 2)
+
+
+def halved(progress: float) -> float:
+    """A schedule that is a function."""
+    return 1 - progress / 2
+
+
+def test_a_checkpoint_knows_functions_that_can_be_imported_and_asks_for_others(tmp_path: Path) -> None:
+    run(make(WAFFLEAvg, omega=halved), tmp_path / "a")
+    assert WAFFLEAvg.load_from_checkpoint(tmp_path / "a" / "last.ckpt").omega is halved
+    local = lambda progress: 0.5  # noqa: E731
+    run(make(WAFFLEAvg, psi=local), tmp_path / "b")
+    with pytest.raises(FederationError, match=r"psi was .*<lambda>, which cannot be imported: pass psi= again"):
+        WAFFLEAvg.load_from_checkpoint(tmp_path / "b" / "last.ckpt")
+    assert WAFFLEAvg.load_from_checkpoint(tmp_path / "b" / "last.ckpt", psi=local).psi is local
+
+
+@pytest.mark.parametrize("agent", [1, "all"])
+def test_a_checkpoint_in_double_precision_is_tested_in_single(agent: Any, tmp_path: Path) -> None:
+    double = make(WAFFLEAvg, agent_of_interest=agent)
+    data = blobs((19, 9, 16), (1, 28, 28))
+    fit(double, data, rounds=2).save_checkpoint(tmp_path / "x.ckpt")
+    single = WAFFLEAvg.load_from_checkpoint(tmp_path / "x.ckpt")
+    trainer(precision="32-true").test(single, datamodule=data, verbose=False)
+    assert single.personal_state(1)["head.weight"].dtype == torch.float32
+    assert single.weight_history().dtype == torch.float64
 
 
 @pytest.mark.parametrize(

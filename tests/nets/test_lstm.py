@@ -43,7 +43,7 @@ def test_parameters() -> None:
 def test_features_are_the_mean_outputs_of_packed_sequences() -> None:
     net, x, lengths = small().eval(), tokens(), torch.tensor(LENGTHS)
     packed = pack_padded_sequence(net.embedding(x), lengths, batch_first=True, enforce_sorted=False)
-    outputs, _ = pad_packed_sequence(net.lstm(packed)[0], batch_first=True)
+    outputs, _ = pad_packed_sequence(nn.LSTM.forward(net.lstm, packed)[0], batch_first=True)
     torch.testing.assert_close(net.features(x), outputs.sum(1) / lengths[:, None])
 
 

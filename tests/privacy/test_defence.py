@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import QFFL, SCAFFOLD, FedAvg, FedPer, WAFFLe
+from fl_lightning.methods import QFFL, SCAFFOLD, FedAvg, FedPer, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.defence import change, clipped, epsilon, norm
 from fl_lightning.wire import Message, State
@@ -125,6 +125,14 @@ def test_epsilon_of_the_client_that_took_part_most() -> None:
     fit(method, blobs(fraction=0.5), 3, callbacks=[defence])
     most = max(method.snapshots[client].rounds for client in method.snapshots)
     assert defence.epsilon() == pytest.approx(epsilon([(2.0, 1.0, most)], 1e-3))
+
+
+def test_a_client_that_trains_several_models_releases_as_many() -> None:
+    """Four clients, one message each in the round that all share, then four in each of two."""
+    callback = DifferentialPrivacyCallback(clip=1.0, noise_multiplier=4.0, where="local")
+    method = WeightErosion(mlp(), agent_of_interest="all", distance_penalty=0.0, engine="stacked")
+    fit(method, blobs(), rounds=3, callbacks=[callback])
+    assert callback.epsilon() == pytest.approx(epsilon([(2.0, 1.0, 9)], 1 / 40, "rdp"))
 
 
 def test_accountant_against_the_gaussian_mechanism() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_lightning.callbacks import GradientLeakageCallback
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, Local, WAFFLe
+from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, Local, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import MLP
 from fl_lightning.privacy.leakage import analytic, gradient_of, labels_of, small_update
@@ -107,3 +107,6 @@ def test_callback_on_images(kind: type[FederatedModule], tmp_path: Path) -> None
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(FederationError, match="batch must be 1 or more, not 0"):
         GradientLeakageCallback(batch=0)
+    every = WeightErosion(mlp(), agent_of_interest="all")
+    with pytest.raises(FederationError, match=r"agent_of_interest=all .*: attack a run for one agent"):
+        fit(every, blobs(), rounds=1, callbacks=[GradientLeakageCallback()])
