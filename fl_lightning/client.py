@@ -130,9 +130,13 @@ class DiskSnapshotStore(SnapshotStore):
             self[int(client)] = ClientSnapshot(dict(private), *state["counters"][client])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Files are mapped into the memory of a CPU."""
+        """Let entries have the net's precision; the files are mapped into the memory of a CPU."""
         if device.type != "cpu":
             raise FederationError(f"A store on disk serves runs on a CPU, not on {device}: leave store out.")
+        for name, table in list(self._tables.items()):
+            like = moved(table[0], device, dtype)
+            if like.dtype != table.dtype:
+                self._tables[name] = self._grown(name, like, None, len(table)).copy_(table)
 
     def _reserve(self, private: State, rows: int) -> None:
         """Let every entry's file have at least so many rows; they grow by doubling."""

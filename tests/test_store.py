@@ -56,3 +56,16 @@ def test_entries_must_be_those_of_all_clients_and_the_run_on_a_cpu(tmp_path: Pat
         store[1] = ClientSnapshot({"v": torch.zeros(2)})
     with pytest.raises(FederationError, match="serves runs on a CPU, not on cuda"):
         store.to(torch.device("cuda"), torch.float32)
+
+
+def test_entries_take_the_precision_of_the_run(tmp_path: Path) -> None:
+    store = DiskSnapshotStore(tmp_path)
+    values = [torch.linspace(0, 1, 3, dtype=torch.float64) + client for client in range(20)]
+    for client, value in enumerate(values):
+        store[client] = ClientSnapshot({"w": value, "n": torch.tensor(client)})
+    store.to(torch.device("cpu"), torch.float32)
+    store[20] = ClientSnapshot({"w": torch.zeros(3), "n": torch.tensor(20)})
+    for client, value in enumerate(values):
+        assert store[client].private["w"].dtype == torch.float32
+        assert torch.equal(store[client].private["w"], value.float())
+        assert int(store[client].private["n"]) == client
