@@ -209,6 +209,19 @@ def test_batch_norm_and_its_running_statistics(order: str) -> None:
 
 
 @both_orders
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_by_given_statistics(affine: bool, order: str) -> None:
+    """As in an evaluation; images stay as they lie."""
+
+    def normal(x: Tensor, mean: Tensor, deviation: Tensor, *affine: Tensor) -> Tensor:
+        return F.batch_norm(x, mean.detach(), deviation.detach().square(), *affine, training=False, eps=1e-3)
+
+    args = (lying(rand(4, 3, 5, 5), order), rand(3), rand(3).exp(), *([rand(3) + 1, rand(3) - 1] if affine else []))
+    agree(normal, *args)
+    assert torch.vmap(ours(normal))(*args).stride() == args[0].stride()
+
+
+@both_orders
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_group_norm(groups: int, order: str) -> None:
     x = lying(rand(3, 4, 5, 6), order)

@@ -107,6 +107,8 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    if not training and running_mean is not None and running_var is not None:
+        return _scaled(input, running_mean, running_var, weight, bias, eps)
     if not training or weight is None or bias is None:
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
     result, mean, inverse_std = BatchNorm.apply(input, weight, bias, eps)
@@ -116,6 +118,16 @@ def _batch_norm(
         running_mean.mul_(1 - momentum).add_(mean.detach() * momentum)
         running_var.mul_(1 - momentum).add_(variance * momentum)
     return result  # type: ignore[no-any-return]
+
+
+def _scaled(
+    input: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """BatchNorm by given statistics: one factor and one summand for every channel, on images as they lie."""
+    scale = (variance + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    return torch.addcmul(shift[:, None, None], input, scale[:, None, None])
 
 
 def _group_norm(
