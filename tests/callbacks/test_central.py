@@ -124,13 +124,14 @@ def test_passes_are_those_of_the_clients_and_survive_a_resume(tmp_path: Path) ->
 
 
 def test_the_models_of_clusters_that_have_clients_are_compared(tmp_path: Path) -> None:
-    """All clients choose the second of two models: the first, which stays as it was drawn, plays no part."""
-    callback, method = ParameterBiasCallback(folder=str(tmp_path)), IFCA(lenet(), clusters=2, lr=0.1, engine="stacked")
-    method.choose = lambda client, models: 1  # type: ignore[method-assign]
+    """Clients choose the second or the third of three models: the first, which stays as it was drawn, plays no part."""
+    callback, method = ParameterBiasCallback(folder=str(tmp_path)), IFCA(lenet(), clusters=3, lr=0.1, engine="stacked")
+    method.choose = lambda client, models: 1 + client % 2  # type: ignore[method-assign]
     fit(method, blobs((19, 9, 16), IMAGE), rounds=2, callbacks=[callback])
-    central = callback.central_state(method.trainer, method)
-    error = (method.model_state(1)["bn1.running_mean"] - central["bn1.running_mean"]).abs().mean()
-    assert callback.by_layer["bn1"]["mu"] == pytest.approx(float(error))
+    central = callback.central_state(method.trainer, method)["bn1.running_mean"]
+    errors = [(method.model_state(q)["bn1.running_mean"] - central).abs().mean() for q in (1, 2)]
+    assert errors[0] != errors[1]
+    assert callback.by_layer["bn1"]["mu"] == pytest.approx(float(sum(errors)) / 2)
 
 
 def test_passes_leave_the_cold_start_out_and_are_one_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
