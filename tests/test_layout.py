@@ -11,13 +11,26 @@ from torch.nn import functional as F
 
 from fl_lightning.engine.memory import keep_memory
 from fl_lightning.errors import FederationError
-from fl_lightning.layout import BETTER, StackLayout, products
+from fl_lightning.layout import BETTER, StackLayout, convolution, fast_in_stack, native, products
+from fl_lightning.layout.activation import tanh
 from fl_lightning.layout.convolution import Convolution, suits_groups
 from fl_lightning.layout.memory import as_it_lies, batch_last, channels_last, has_channels_last
 from fl_lightning.layout.normalisation import BatchNorm, GroupNorm
 from fl_lightning.layout.pooling import MaxPool, MeanPool
+from fl_lightning.nets import CNNFashion, LeNet5, LeNet5Classic, LeNetBN
 
 CLIENTS = 3
+
+
+@pytest.fixture(params=["kernels", "products"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything holds with the compiled kernels and without them."""
+    if request.param == "products":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("there is no C++ compiler to make the kernels with")
+    monkeypatch.setattr(products, "SMALL_BATCH", 1)
+    return request.param
 
 
 def rand(*shape: int, ties: bool = False) -> Tensor:
@@ -129,8 +142,9 @@ def test_what_a_capture_is_told_of_convolutions_is_true(
 
 
 @pytest.mark.parametrize(("channels", "order"), [(2, "batch"), (8, "channels")])
-def test_images_lie_as_convolutions_leave_them(channels: int, order: str) -> None:
+def test_images_lie_as_convolutions_leave_them(channels: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What convolutions return is what pooling and normalisation take and return, with nothing copied in between."""
+    monkeypatch.setattr(convolution, "LARGE", 64)
     x = {"batch": batch_last, "channels": channels_last}[order](rand(4, channels, 8, 8), 0, CLIENTS)
     weight, scale = rand(8, channels, 3, 3).flatten(0, 1), rand(8).flatten()
     convolved = Convolution.apply(x, weight, scale, ([1, 1], [1, 1], [1, 1], CLIENTS))
@@ -146,11 +160,54 @@ def test_images_lie_as_convolutions_leave_them(channels: int, order: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("outputs", "channels", "groups"),
-    [(16, 1, True), (16, 3, True), (32, 16, True), (1, 1, True), (6, 1, False), (16, 6, False), (10, 8, False)],
-)
-def test_which_convolutions_are_products(outputs: int, channels: int, groups: bool) -> None:
-    assert suits_groups(torch.empty(CLIENTS * outputs, channels, 5, 5), CLIENTS) == groups
+    ("outputs", "channels", "without", "beside_kernels"),
+    [
+        (16, 1, True, False), (16, 3, True, False), (32, 16, True, False), (64, 32, True, True), (1, 1, True, True),
+        (6, 1, False, False), (16, 6, False, False), (10, 8, False, False), (90, 100, False, False),
+    ],
+)  # fmt: skip
+def test_which_convolutions_are_in_groups(
+    outputs: int, channels: int, without: bool, beside_kernels: bool, way: str
+) -> None:
+    expected = beside_kernels if way == "kernels" else without
+    assert suits_groups(torch.empty(CLIENTS * outputs, channels, 5, 5), CLIENTS) == expected
+
+
+@pytest.mark.parametrize("net", [LeNet5, LeNet5Classic, LeNetBN, CNNFashion])
+def test_a_single_net_is_a_stack_of_one(net: type[nn.Module], way: str) -> None:
+    own = net().double().eval()
+    x = torch.randn(37, 1, 28, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert fast_in_stack(own.state_dict()) == (way == "kernels")
+    with torch.no_grad(), StackLayout(mapped=False):
+        found = own(x)
+    torch.testing.assert_close(found, own(x).detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_large_nets_and_nets_without_convolutions_are_left_to_pytorch() -> None:
+    assert not fast_in_stack({"fc.weight": torch.empty(3, 4)})
+    assert not fast_in_stack({"small": torch.empty(6, 1, 5, 5), "large": torch.empty(64, 64, 3, 3)})
+
+
+def test_tangents() -> None:
+    agree(torch.tanh, rand(3, 4, 5, 6))
+    agree(lambda x: x.tanh(), rand(3, 4, 5, 6))
+    agree(torch.tanh, lying(rand(3, 4, 5, 6), "batch"))
+    agree(lambda x: torch.func.grad(lambda x: torch.tanh(x).pow(3).sum())(x), rand(3, 4, 5, 6))
+    torch.library.opcheck(tanh, (rand(3, 4, 5).float(),))
+
+
+def test_tangents_of_single_precision() -> None:
+    """To two units in the last place, wherever they are steep, flat, tiny or not a number."""
+    size = torch.cat([torch.linspace(0, 12, 100_003), torch.logspace(-38, 1, 10_001)])
+    x = torch.cat([size, -size])
+    found, exact = tanh(x), x.double().tanh()
+    unit = torch.nextafter(exact.float().abs(), torch.tensor(torch.inf)) - exact.float().abs()
+    assert float(((found.double() - exact).abs() / unit).max()) < 2
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+    torch.testing.assert_close(tanh(odd), odd.tanh(), rtol=0, atol=0, equal_nan=True)
+    assert tanh(odd).signbit().tolist()[-2:] == [False, True]
+    with_gaps = x[: 4 * 100].view(100, 4)[:, :3]
+    torch.testing.assert_close(tanh(with_gaps), with_gaps.tanh())
 
 
 def test_convolutions_of_one_channel_whose_memory_is_ambiguous() -> None:

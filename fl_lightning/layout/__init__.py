@@ -6,6 +6,7 @@ either the batch or the channels innermost (:mod:`fl_lightning.layout.memory`), 
 (:mod:`fl_lightning.layout.products`) or convolutions in groups, whichever is faster for their numbers of channels.
 """
 
+from fl_lightning.layout.convolution import fast_in_stack
 from fl_lightning.layout.mode import BETTER, StackLayout
 
-__all__ = ["BETTER", "StackLayout"]
+__all__ = ["BETTER", "StackLayout", "fast_in_stack"]

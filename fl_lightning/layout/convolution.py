@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,19 +10,32 @@ from torch import Tensor
 
 from fl_lightning.layout import products
 from fl_lightning.layout.memory import Dims, apart, batch_last, channels_last, inward, joined
+from fl_lightning.layout.native import kernels
 
 aten = torch.ops.aten
+#: From so many pairs of channels on PyTorch's kernels are faster than ours.
+LARGE = 2048
 
 
 def suits_groups(weight: Tensor, groups: int) -> bool:
     """Whether PyTorch's convolutions in groups, with the channels innermost, are faster than matrix products.
 
     They are where numbers of channels fill vector registers, and where there is nothing to multiply matrices for. Of
-    one or three channels, as pictures have, no gradient is asked for: there the outputs matter alone.
+    one or three channels, as pictures have, no gradient is asked for: there the outputs matter alone. Where there are
+    kernels of our own for small nets, they are for large ones only.
     """
     outputs, channels = weight.shape[0] // groups, weight.shape[1]
-    depthwise = outputs == channels == 1
-    return depthwise or (outputs % 8 == 0 and (channels % 8 == 0 or channels in (1, 3)))
+    if outputs == channels == 1:  # depthwise
+        return True
+    if kernels(weight) is not None:
+        return outputs % 8 == 0 and channels % 8 == 0 and outputs * channels >= LARGE
+    return outputs % 8 == 0 and (channels % 8 == 0 or channels in (1, 3))
+
+
+def fast_in_stack(state: Mapping[str, Tensor]) -> bool:
+    """Whether a net with these weights has convolutions, and all of them for kernels of ours: even one is faster so."""
+    weights = [value for value in state.values() if value.dim() == 4]
+    return bool(weights) and kernels(weights[0]) is not None and not any(suits_groups(value, 1) for value in weights)
 
 
 def _images(x: Tensor, dim: int | None, clients: int, by_groups: bool) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
+from fl_lightning.layout.activation import Tanh
 from fl_lightning.layout.convolution import Convolution
 from fl_lightning.layout.normalisation import BatchNorm, GroupNorm
 from fl_lightning.layout.pooling import MaxPool, MeanPool
@@ -23,16 +24,25 @@ class StackLayout(TorchFunctionMode):
     So are recurrent layers, which vmap would else take apart, client by client.
 
     Under autocast PyTorch chooses the precision of every call by what is called: nothing is replaced then.
+
+    Args:
+        mapped: whether only images under vmap are meant; else a single net is treated as a stack of one is.
     """
+
+    def __init__(self, mapped: bool = True) -> None:
+        super().__init__()
+        self.mapped = mapped
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the calls that there is a better way for."""
         kwargs = kwargs or {}
-        if func is torch.lstm:
+        if func is torch.lstm and self.mapped:
             return _lstm(func, *args, **kwargs)
         better = BETTER.get(func)
         image = args[0] if args else kwargs.get("input")
-        if better is None or not is_functorch_wrapped_tensor(image) or image.dim() != 4:
+        if better is None or not isinstance(image, Tensor) or image.dim() != 4:
+            return func(*args, **kwargs)
+        if self.mapped and not is_functorch_wrapped_tensor(image):
             return func(*args, **kwargs)
         if torch.is_autocast_enabled(image.device.type):
             return func(*args, **kwargs)
@@ -144,6 +154,10 @@ def _group_norm(
     return GroupNorm.apply(input, weight, bias, num_groups, eps)[0]  # type: ignore[no-any-return]
 
 
+def _tanh(func: Callable[..., Tensor], input: Tensor) -> Tensor:
+    return Tanh.apply(input)  # type: ignore[no-any-return]
+
+
 BETTER: dict[Any, Callable[..., Tensor]] = {
     torch.conv2d: _conv2d,
     torch.max_pool2d: _max_pool2d,
@@ -152,4 +166,6 @@ BETTER: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
+    torch.tanh: _tanh,
+    Tensor.tanh: _tanh,
 }

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from fl_lightning.layout.memory import inward, outward
+from fl_lightning.layout.native import kernels
 
 #: Columns of so many clients are made at a time as fit a cache.
 CACHE_BYTES = 2**22
+#: Kernels leave vectors at the edges of images half empty where batches are smaller; that is most of a gradient's work.
+SMALL_BATCH = 16
 
 
 class Geometry:
@@ -54,6 +57,11 @@ class Geometry:
         #: Values of a line of the output, and of the whole.
         self.line = self.out[1] * self.batch
         self.places = self.out[0] * self.line
+
+    def for_kernels(self) -> list[int]:
+        """The sizes as :class:`~fl_lightning.layout.native.Kernels` takes them."""
+        images = [self.groups, self.channels, *self.image, self.batch, self.outputs, *self.kernel]
+        return [*images, *self.stride, *self.padding, *self.dilation, *self.out]
 
     @property
     def is_copy(self) -> bool:
@@ -134,8 +142,12 @@ def convolution(
 ) -> Tensor:
     """Convolve images (batch, groups * channels, height, width) with (groups * outputs, channels, ...) in groups."""
     sizes = Geometry(x.shape, weight.shape, stride, padding, dilation, groups)
-    images, rows = inward(x).unflatten(0, (groups, -1)), sizes.rows(weight)  # type: ignore[no-untyped-call]
     result = x.new_empty(groups, sizes.outputs, sizes.places)
+    if (native := kernels(x)) is not None:
+        given = None if bias is None else bias.contiguous()
+        native.convolution(inward(x), weight.contiguous(), given, result, sizes.for_kernels())
+        return outward(result.view(-1, *sizes.out, sizes.batch))
+    images, rows = inward(x).unflatten(0, (groups, -1)), sizes.rows(weight)  # type: ignore[no-untyped-call]
     if bias is not None:
         result.copy_(bias.view(groups, -1, 1).expand_as(result))
     for part in sizes.chunks(x.element_size()):
@@ -163,8 +175,11 @@ def by_input(
 ) -> Tensor:
     """The gradient of :func:`convolution` by its input, of which only the shape matters."""
     sizes = Geometry(x.shape, weight.shape, stride, padding, dilation, groups)
-    grads, rows = inward(grad).view(groups, sizes.outputs, -1), sizes.rows(weight)
     result = grad.new_empty(groups, sizes.channels, *sizes.image, sizes.batch)
+    if sizes.batch >= SMALL_BATCH and (native := kernels(grad)) is not None:
+        native.by_input(inward(grad), weight.contiguous(), result, sizes.for_kernels())
+        return outward(result.flatten(0, 1))
+    grads, rows = inward(grad).view(groups, sizes.outputs, -1), sizes.rows(weight)
     for part in sizes.chunks(grad.element_size()):
         own = grads[part]
         columns = grad.new_zeros(len(own), rows.shape[3], stride[0], sizes.lines, sizes.line)
@@ -192,6 +207,10 @@ def by_weight(
 ) -> Tensor:
     """The gradient of :func:`convolution` by its weight, of which only the shape matters."""
     sizes = Geometry(x.shape, weight.shape, stride, padding, dilation, groups)
+    if (native := kernels(grad)) is not None:
+        result = grad.new_empty(weight.shape)
+        native.by_weight(inward(grad), inward(x), result, sizes.for_kernels())
+        return result
     images, grads = inward(x).unflatten(0, (groups, -1)), inward(grad).view(groups, sizes.outputs, -1)  # type: ignore[no-untyped-call]
     length = sizes.channels * sizes.kernel[1]
     upright = sizes.outputs >= length  # the product with more rows than columns is the faster one
