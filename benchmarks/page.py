@@ -92,10 +92,16 @@ def peers() -> str:
     return table("simulator | version | ratio", rows)
 
 
+def kernels() -> str:
+    rows = [[name, row["products"], row["groups"]] for name, row in read("kernels.json").items()]
+    return table("layer | matrix products | in groups", rows)
+
+
 def written(text: str) -> str:
     """The page with its tables as the files have them."""
     for name, make in (
-        ("speed", speed), ("methods", methods), ("anatomy", anatomy), ("scaling", scaling), ("peers", peers)
+        ("speed", speed), ("methods", methods), ("anatomy", anatomy), ("scaling", scaling), ("peers", peers),
+        ("kernels", kernels),
     ):  # fmt: skip
         begin, end = f"<!-- {name}: written by benchmarks/page.py -->", f"<!-- end of {name} -->"
         text = re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n\n{make()}\n\n{end}", text, flags=re.DOTALL)  # noqa: B023

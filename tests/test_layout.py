@@ -206,6 +206,8 @@ def test_tangents_of_single_precision() -> None:
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
     torch.testing.assert_close(tanh(odd), odd.tanh(), rtol=0, atol=0, equal_nan=True)
     assert tanh(odd).signbit().tolist()[-2:] == [False, True]
+    payloads = torch.tensor([0x7FC00001, 0x7F8000FF, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    assert tanh(payloads).isnan().all()
     with_gaps = x[: 4 * 100].view(100, 4)[:, :3]
     torch.testing.assert_close(tanh(with_gaps), with_gaps.tanh())
 

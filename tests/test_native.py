@@ -39,7 +39,7 @@ def test_every_size_of_block(batch: int, outputs: int, monkeypatch: pytest.Monke
 
 
 @needed
-@pytest.mark.parametrize("channels", [1, 2, 6, 13])
+@pytest.mark.parametrize(("batch", "channels"), [(3, 2), (18, 1), (18, 6), (18, 13)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -53,8 +53,8 @@ def test_every_size_of_block(batch: int, outputs: int, monkeypatch: pytest.Monke
     ],
     ids=str,
 )
-def test_every_geometry(channels: int, options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    _agrees(18, channels, 6, (3, 3), options, monkeypatch)
+def test_every_geometry(batch: int, channels: int, options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    _agrees(batch, channels, 6, (3, 3), options, monkeypatch)
 
 
 def _agrees(

@@ -90,7 +90,7 @@ def library() -> Kernels | None:
             for flags in FLAGS:
                 try:
                     return _loaded(compiler, flags, cache_folder())
-                except (OSError, subprocess.SubprocessError) as error:
+                except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
                     log.info("%s %s does not make the kernels: %s", compiler, " ".join(flags), error)
     return None
 
