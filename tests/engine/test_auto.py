@@ -40,6 +40,19 @@ def test_what_an_engine_does_once_a_round_counts_once(monkeypatch: pytest.Monkey
     assert "captured 0.43" in reason
 
 
+@pytest.mark.parametrize(
+    ("stacked", "captured", "chosen"),
+    [(0.5, 0.51, "captured"), (0.5, 0.6, "stacked"), (0.98, 0.99, "sequential"), (0.98, 0.9, "captured")],
+    ids=str,
+)
+def test_a_capture_need_not_win_from_what_it_was_captured_from(
+    monkeypatch: pytest.MonkeyPatch, stacked: float, captured: float, chosen: str
+) -> None:
+    """A busy machine makes the two change places, and a whole run pays for it."""
+    clock, steps = _Clock(monkeypatch), {"sequential": 1.0, "stacked": stacked, "captured": captured}
+    assert auto._fastest([clock.probe(name, 0.0, step) for name, step in steps.items()], steps=10)[0] == chosen
+
+
 def test_a_round_has_the_steps_of_its_largest_client_and_longest_phase() -> None:
     data = blobs(sizes=(25, 9, 12))
     data.setup("fit")
