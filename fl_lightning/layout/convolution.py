@@ -13,23 +13,17 @@ from fl_lightning.layout.memory import Dims, apart, batch_last, channels_last, i
 from fl_lightning.layout.native import kernels
 
 aten = torch.ops.aten
-#: From so many pairs of channels on PyTorch's kernels are faster than ours.
-LARGE = 2048
 
 
 def suits_groups(weight: Tensor, groups: int) -> bool:
     """Whether PyTorch's convolutions in groups, with the channels innermost, are faster than matrix products.
 
     They are where numbers of channels fill vector registers, and where there is nothing to multiply matrices for. Of
-    one or three channels, as pictures have, no gradient is asked for: there the outputs matter alone. Where there are
-    kernels of our own for small nets, they are for large ones only.
+    one or three channels, as pictures have, no gradient is asked for: there the outputs matter alone.
     """
     outputs, channels = weight.shape[0] // groups, weight.shape[1]
-    if outputs == channels == 1:  # depthwise
-        return True
-    if kernels(weight) is not None:
-        return outputs % 8 == 0 and channels % 8 == 0 and outputs * channels >= LARGE
-    return outputs % 8 == 0 and (channels % 8 == 0 or channels in (1, 3))
+    depthwise = outputs == channels == 1
+    return depthwise or (outputs % 8 == 0 and (channels % 8 == 0 or channels in (1, 3)))
 
 
 def fast_in_stack(state: Mapping[str, Tensor]) -> bool:
