@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
 #: Samples in one forward pass; what convolutions make of larger batches leaves the cache and takes longer.
-SAMPLES, SAMPLES_CONVOLVED = 512, 256
+SAMPLES, SAMPLES_CONVOLVED = 512, 128
 #: Personal models stacked in one forward pass, and samples of all of them together.
 MODELS, STACKED_SAMPLES = 20, 2048
 #: Bytes of normalised inputs that are kept from one evaluation to the next.
