@@ -154,7 +154,7 @@ class FederatedLoop(_Loop):
         width = module.engine.width
         if self.trainer.world_size > 1:
             self._agree_on_engine(stage, round, order[:width])
-            order = order[self.trainer.global_rank :: self.trainer.world_size]
+            order = self._share(order)
         for start in range(0, len(order), width):
             received = {}
             for number in order[start : start + width]:
@@ -166,6 +166,13 @@ class FederatedLoop(_Loop):
             if stage.training is None:
                 module.after_training({n: r.state for n, r in zip(received, results, strict=True)}, round)
             yield from zip(received, received.values(), results, strict=True)
+
+    def _share(self, order: list[int]) -> list[int]:
+        """The clients that this process trains; it hears what the others' are sent, as it will hear what they send."""
+        own = order[self.trainer.global_rank :: self.trainer.world_size]
+        for number in [number for number in order if number not in set(own)]:
+            self._hook("on_client_start", number, self.module.message_down(number))
+        return own
 
     def _agree_on_engine(self, stage: Stage, round: int, first: list[int]) -> None:
         """Let all processes use the engine that the first of them chooses."""

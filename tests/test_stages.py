@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
-from fl_lightning.callbacks import FederatedCallback
+from fl_lightning.callbacks import FederatedCallback, LedgerCallback
 from fl_lightning.engine import CapturedEngine, Phase, Stage
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg
@@ -112,6 +112,14 @@ def test_a_checkpoint_written_between_stages_is_resumed_there(hook: str, times: 
     run(again, folder, ckpt_path=str(folder / "stop.ckpt"))
     assert_same(state_of(again), state_of(whole))
     assert (untimed(again.summary), again.probed) == (untimed(whole.summary), 4)  # type: ignore[attr-defined]
+
+
+def test_the_ledger_keeps_the_stages_that_were_over(tmp_path: Path) -> None:
+    folder, first, second = tmp_path / "part", LedgerCallback(folder=str(tmp_path)), LedgerCallback(folder=str(tmp_path))
+    stopped(make(Halves), folder, OnExceptionCheckpoint(folder, "stop"), first, Stop("on_client_end", 6, fail))
+    again = make(Halves)
+    run(again, folder, second, ckpt_path=str(folder / "stop.ckpt"))
+    assert (second.total("up"), second.total("down")) == (again.bytes_up, again.bytes_down)
 
 
 def test_killed_within_a_stage(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from fl_lightning import seeding
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.fairness import client_groups
+from fl_lightning.client import SnapshotStore
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.report import Report
 from fl_lightning.privacy.views import make_views
-from fl_lightning.privacy.wiretap import Run, Wire, finished, intercept
+from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, intercept
 from fl_lightning.wire import Message, State
 
 ViewName = Literal["outsider", "server", "other_client", "insider"]
@@ -75,7 +76,9 @@ class AttackCallback(FederatedCallback):
         self.wire = Wire(memory=memory)
         #: Told how many targets of how many an attack is through with.
         self.watch: Callable[[int, int], None] | None = None
+        self._module: FederatedModule | None = None
         self._initial: FederatedModule | None = None
+        self._began = self._trained = False
         self._heard: dict[int, list[tuple[State, State]]] = {}
 
     @abstractmethod
@@ -89,7 +92,7 @@ class AttackCallback(FederatedCallback):
     @property
     def report(self) -> Report | None:
         """The last report."""
-        return self.reports[max(self.reports)] if self.reports else None
+        return next(reversed(self.reports.values()), None)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to listen, and keep the method as it is before it is trained."""
@@ -101,8 +104,17 @@ class AttackCallback(FederatedCallback):
                 "are on clients that train one: attack a run for one agent."
             )
         self.wire = Wire(self.clients, self.memory)
-        self._initial = copy.deepcopy(pl_module)
+        if stage == "fit":
+            self.reports = {}
+        self._trained = pl_module.completed_rounds > 0
+        if not self._trained or pl_module is not self._module:
+            self._begin(pl_module)
         self._groups = client_groups(pl_module.federation, self.group)
+
+    def _begin(self, module: FederatedModule) -> None:
+        """Keep the method as it is; that is how a run began if it has no rounds behind it."""
+        self._module, self._initial = module, _without_clients(module)
+        self._began = not module.completed_rounds
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
         """Listen."""
@@ -126,14 +138,8 @@ class AttackCallback(FederatedCallback):
         module = _federated(pl_module)
         stream = seeding.stream(module.seed, "attack.clients")
         chosen = sorted(stream.permutation(module.federation.num_clients)[: self.clients].tolist())
-        defences = [c for c in trainer.callbacks if isinstance(c, DifferentialPrivacyCallback)]  # type: ignore[attr-defined]
-
-        def protect(received: State, message: Message) -> None:
-            for defence in defences:
-                defence.on_client_start(trainer, pl_module, message.client, received)
-                defence.on_client_end(trainer, pl_module, message.client, message)
-
-        self._carry_out(trainer, pl_module, intercept(module, chosen, protect))
+        self.reports.pop(module.completed_rounds, None)  # of another run, or of this one's messages in its fit
+        self._carry_out(trainer, pl_module, intercept(module, chosen, _protection(trainer, pl_module)))
 
     def state_dict(self) -> dict[str, Any]:
         """What was heard so far, so that a resumed run's attack is that of one never stopped."""
@@ -146,7 +152,12 @@ class AttackCallback(FederatedCallback):
         self._heard = {client: list(zip(received[client], messages, strict=True)) for client, messages in sent.items()}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take up what a checkpoint had heard, on the module's device."""
+        """Take up what a checkpoint had heard, on the module's device.
+
+        A module that was trained before and has no rounds now begins a run of its own.
+        """
+        if self._trained and not _federated(pl_module).completed_rounds:
+            self._begin(_federated(pl_module))
         for client, exchanged in self._heard.items():
             for messages in exchanged:
                 down, up = ({name: value.to(pl_module.device) for name, value in one.items()} for one in messages)
@@ -182,7 +193,7 @@ class AttackCallback(FederatedCallback):
         rounds = module.completed_rounds
         if trainer.fast_dev_run or rounds in self.reports or not run.clients:  # type: ignore[attr-defined]
             return
-        run.watch = self.watch
+        run.watch, run.protect = self.watch, _protection(trainer, module)
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*many workers.*|.*number of training batches.*|.*treespec.*")
             rows = self.strike(trainer, run)
@@ -203,6 +214,25 @@ class AttackCallback(FederatedCallback):
         path.write_text(json.dumps([json.loads(one.json()) for one in self.reports.values()], indent=1))
         path.with_suffix(".md").write_text(report.markdown())
         rank_zero_info(f"{self.attack} attack: {path.with_suffix('.md')}")
+
+
+def _without_clients(module: FederatedModule) -> FederatedModule:
+    """A copy of which no client has been trained."""
+    twin = copy.deepcopy(module)
+    twin.snapshots = SnapshotStore()
+    return twin
+
+
+def _protection(trainer: Trainer, module: LightningModule) -> Protection:
+    """What the run's clients do to messages that they are asked for."""
+    defences = [c for c in trainer.callbacks if isinstance(c, DifferentialPrivacyCallback)]  # type: ignore[attr-defined]
+
+    def protect(received: State, message: Message) -> None:
+        for defence in defences:
+            defence.on_client_start(trainer, module, message.client, received)
+            defence.on_client_end(trainer, module, message.client, message)
+
+    return protect
 
 
 def _federated(module: LightningModule) -> FederatedModule:

@@ -26,7 +26,7 @@ class FederatedCallback(Callback):
         """
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """A client is about to train.
+        """A client is about to train. Of several processes all are told, whichever of them trains it.
 
         Args:
             trainer: the Trainer.
@@ -37,6 +37,8 @@ class FederatedCallback(Callback):
 
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
         """A client has trained. Clients that are trained together end together, each with a call of its own.
+
+        Of several processes only the one that trained it is told.
 
         Defences at the client act here: they may replace the message's tensors.
 

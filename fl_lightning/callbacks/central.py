@@ -81,15 +81,21 @@ class CentralCallback(Callback):
         passes = max(1, round(module.local.epochs * samples / len(federation.train.flat)))
         path = self.out(trainer) / FILE if self.path is None else Path(self.path)
         key = _key(module, self.initial, passes)
-        if path.exists():
-            saved = torch.load(path, map_location=module.device, weights_only=True)
-            if saved["key"] == key:
-                return dict(saved["state"])
+        if path.exists() and (saved := _read(path, module.device))["key"] == key:
+            return dict(saved["state"])
         rank_zero_info(f"Training the central model: {passes} epochs on all data.")
         state = train_centrally(module, self.initial, federation, passes)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"key": key, "state": state}, path)
         return state
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Any]:
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True)
+        return {"key": saved["key"], "state": saved["state"]}
+    except Exception as error:
+        raise FederationError(f"{path} holds no central model: delete it or name another.") from error
 
 
 def samples_trained(module: FederatedModule) -> int:
@@ -145,6 +151,8 @@ def _key(module: FederatedModule, initial: State, passes: int) -> str:
         "seed": module.seed,
         "passes": passes,
         "entries": sorted(initial),
+        "net": repr(module.net),
+        "augment": module.federation.augment is not None,
     }
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     for name in sorted(initial):

@@ -14,13 +14,17 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.defence import central_std, clipped, epsilon, noised
 from fl_lightning.wire import Message, State
 
+#: Sampling rate and clients of rounds, by number.
+Rounds = dict[int, tuple[float, list[int]]]
+
 
 class DifferentialPrivacyCallback(FederatedCallback):
     """Bounds every client's update and adds Gaussian noise; logs what that amounts to, ``privacy/epsilon``, by round.
 
     ``central``: a trusted server clips the updates and noises their mean (DP-FedAvg, McMahan et al., 2018). Its model
-    hides whether a client takes part at all; whoever reads the wire sees updates as they were. The accountant
-    takes the cohort for a Poisson sample, which a cohort of fixed size is nearly.
+    hides whether a client's update is in the mean or nothing (0) in its place, weights being public; whoever reads the
+    wire sees updates as they were. The accountant takes the cohort for a Poisson sample, which a cohort of fixed size
+    is nearly.
 
     ``local``: every client clips and noises its own message before it leaves. Whatever data a client has, its messages
     look alike; two updates differ by up to twice the bound, so the same noise is worth half. Epsilon is that of the
@@ -28,6 +32,8 @@ class DifferentialPrivacyCallback(FederatedCallback):
 
     The update is the message less what the client received; all that crosses is bounded and noised together: weights,
     running statistics, control variates, losses. Integer entries are left as they are.
+
+    What an earlier fit with this callback released counts, too, and noise is never used twice.
 
     Args:
         clip: largest norm of a client's update.
@@ -57,7 +63,9 @@ class DifferentialPrivacyCallback(FederatedCallback):
         self.clip, self.noise_multiplier, self.where = clip, noise_multiplier, where
         self.delta, self.accountant = delta, accountant
         #: Sampling rate and clients of every round so far.
-        self.rounds: dict[int, tuple[float, list[int]]] = {}
+        self.rounds: Rounds = {}
+        #: The same of every fit before this one.
+        self.earlier: list[Rounds] = []
         self._received: dict[int, State] = {}
         self._clients = 1
 
@@ -74,6 +82,8 @@ class DifferentialPrivacyCallback(FederatedCallback):
             )
         self._clients = pl_module.federation.num_clients
         epsilon([], 0.5, self.accountant)
+        if stage == "fit" and self.rounds:  # a checkpoint that is resumed says otherwise
+            self.earlier, self.rounds = [*self.earlier, self.rounds], {}
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
         """Note who takes part; a round that is run again counts once."""
@@ -107,11 +117,12 @@ class DifferentialPrivacyCallback(FederatedCallback):
     def epsilon(self) -> float:
         """What the rounds so far amount to."""
         delta = 1 / (10 * self._clients) if self.delta is None else self.delta
+        every = [took for fit in (*self.earlier, self.rounds) for took in fit.values()]
         if self.where == "central":
-            rates = Counter(rate for rate, _ in self.rounds.values())
+            rates = Counter(rate for rate, _ in every)
             steps = [(self.noise_multiplier, rate, number) for rate, number in rates.items()]
         else:
-            took = Counter(client for _, clients in self.rounds.values() for client in clients)
+            took = Counter(client for _, clients in every for client in clients)
             steps = [(self.noise_multiplier / 2, 1.0, max(took.values()))] if took else []
         return epsilon(steps, delta, self.accountant)
 
@@ -121,13 +132,24 @@ class DifferentialPrivacyCallback(FederatedCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The rounds that count, for a run that is resumed."""
-        return {"rounds": {number: [rate, list(took)] for number, (rate, took) in self.rounds.items()}}
+        rounds, *earlier = (
+            {number: [rate, list(took)] for number, (rate, took) in fit.items()} for fit in (self.rounds, *self.earlier)
+        )
+        return {"rounds": rounds, "earlier": earlier}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.rounds = {int(number): (rate, list(took)) for number, (rate, took) in state_dict["rounds"].items()}
+        self.rounds, *self.earlier = (
+            {int(number): (rate, list(took)) for number, (rate, took) in fit.items()}
+            for fit in (state_dict["rounds"], *state_dict.get("earlier", ()))
+        )
 
     def _protect(self, trainer: Trainer, module: Any, message: Message, std: float) -> None:
-        rng = seeding.stream(module.seed, f"privacy.{self.where}", trainer.current_epoch, message.client)
+        rng = seeding.stream(module.seed, self._purpose(module), trainer.current_epoch, message.client)
         bounded = clipped(message.tensors, self._received[message.client], self.clip)
         message.tensors = noised(bounded, std, rng) if std else bounded
+
+    def _purpose(self, module: FederatedModule) -> str:
+        """What the noise is drawn for: another fit, and another stage of a round, draw their own."""
+        parts = (len(self.earlier), module.completed_stages)
+        return ".".join([f"privacy.{self.where}", *(map(str, parts) if any(parts) else ())])

@@ -28,6 +28,8 @@ class Line(NamedTuple):
     layout: int
     """Which of the ledger's layouts the message has."""
     bytes: int
+    stage: int = 0
+    """The stage of the round; most rounds have one."""
 
 
 class LedgerCallback(FederatedCallback):
@@ -59,8 +61,10 @@ class LedgerCallback(FederatedCallback):
             raise FederationError(f"LedgerCallback needs a federated method, not {type(pl_module).__name__}.")
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
-        """Forget messages of a round that was broken off and is run again."""
-        self.lines = [line for line in self.lines if line.round < round]
+        """Forget messages of a round, or of its stages, that were broken off and are sent again."""
+        assert isinstance(pl_module, FederatedModule)
+        now = (round, pl_module.completed_stages)
+        self.lines = [line for line in self.lines if (line.round, line.stage) < now]
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
         """Note what goes down."""
@@ -136,7 +140,8 @@ class LedgerCallback(FederatedCallback):
         if layout not in self.layouts:
             self.layouts.append(layout)
         size = sum(entry[3] for entry in layout)
-        self.lines.append(Line(trainer.current_epoch, client, direction, self.layouts.index(layout), size))
+        number = self.layouts.index(layout)
+        self.lines.append(Line(trainer.current_epoch, client, direction, number, size, module.completed_stages))
 
     def _check(self, module: Any, client: int, message: State) -> None:
         if not self.assert_private:

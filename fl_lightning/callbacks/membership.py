@@ -98,6 +98,11 @@ class MembershipInferenceCallback(AttackCallback):
     def _start(self, module: FederatedModule, current: bool) -> FederatedModule:
         assert self._initial is not None
         if not current:
+            if not self._began:
+                raise FederationError(
+                    "How the run began is not known, as the module was trained before: pass a new module and ckpt_path, "
+                    "or set shadow_start='current'."
+                )
             return self._initial
         start = copy.deepcopy(self._initial)
         start.load_state_dict(module.state_dict())

@@ -23,7 +23,7 @@ EVERY = 10.0
 
 
 class ClientHistory:
-    """Accuracy of every client after validated rounds; of long runs every second, fourth, ... round is kept.
+    """Accuracy of every client after validated rounds; of long runs every second, fourth, ... of them is kept.
 
     Args:
         most: rounds that are kept at most.
@@ -41,18 +41,18 @@ class ClientHistory:
         self.rounds: list[int] = []
         self.scores: list[Tensor] = []
         self._last: tuple[int, Tensor] | None = None
-        self._stride = 1
+        self._seen, self._stride = 0, 1
 
     def add(self, round: int, scores: Tensor) -> None:
         """Note the scores of a round, shape (clients,)."""
         self._last = round, scores.detach().cpu().float()
-        if round % self._stride == 0:
+        if self._seen % self._stride == 0:
             self.rounds.append(round)
             self.scores.append(self._last[1])
-        while len(self.rounds) > self.most:
+        self._seen += 1
+        if len(self.rounds) > self.most:
             self._stride *= 2
-            kept = [(r, s) for r, s in zip(self.rounds, self.scores, strict=True) if r % self._stride == 0]
-            self.rounds, self.scores = [r for r, _ in kept], [s for _, s in kept]
+            self.rounds, self.scores = self.rounds[::2], self.scores[::2]
 
     def table(self) -> tuple[list[int], Tensor]:
         """The rounds, the last one always among them, and the scores, shape (rounds, clients)."""
@@ -64,14 +64,19 @@ class ClientHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        rounds, scores = self.table()
-        return {"rounds": rounds, "scores": scores, "stride": self._stride}
+        scores = torch.stack(self.scores) if self.scores else torch.empty(0, 0)
+        return {
+            "rounds": list(self.rounds),
+            "scores": scores,
+            "last": self._last,
+            "seen": self._seen,
+            "stride": self._stride,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self._stride = state["stride"]
         self.rounds, self.scores = list(state["rounds"]), list(state["scores"])
-        self._last = (self.rounds[-1], self.scores[-1]) if self.rounds else None
+        self._last, self._seen, self._stride = state["last"], state["seen"], state["stride"]
 
 
 class RunRecord(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fl_lightning.errors import FederationError
@@ -70,7 +71,7 @@ class QFFL(FederatedModule):
         At q = 0 every a_k is 1 and every b_k is 0: the uniform mean, to the last bit.
         """
         server = self.server_state()
-        losses = [float(m.tensors[LOSS]) + EPSILON for m in messages]
+        losses = _losses(messages)
         a = [loss**self.q for loss in losses]
         b = [self.q * f ** (self.q - 1) * self._moved(m, server) for m, f in zip(messages, losses, strict=True)]
         total = math.fsum(a + b)
@@ -83,3 +84,10 @@ class QFFL(FederatedModule):
         """L ||w - w_k||^2 over all trainable parameters."""
         moved = (server[name].double() - message.tensors[name].double() for name in self.trainable_names)
         return sum(float(change.pow(2).sum()) for change in moved) / self.local.lr
+
+
+def _losses(messages: Sequence[Message]) -> list[float]:
+    """The losses that clients sent; one below 0, as noise may make it, counts as the smallest that is not."""
+    said = [float(message.tensors[LOSS]) for message in messages]
+    least = min((loss for loss in said if loss >= 0), default=1.0)
+    return [(loss if loss >= 0 else least) + EPSILON for loss in said]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Judge:
             net = _classifier(tuple(federation.inputs.shape[1:]), federation.num_classes)
         net = net.to(federation.device, torch.float32)
         if path is not None and Path(path).exists():
-            return cls._read(net, pixels, path)
+            return cls._read(net, pixels, path, _digest(federation))
         test = federation.test.flat if federation.global_test is None else federation.global_test
         train = torch.ones(len(federation.targets), dtype=torch.bool, device=federation.device)
         train[test] = False
@@ -57,13 +58,15 @@ class Judge:
         judge.accuracy = float((torch.cat(called) == federation.targets[test]).double().mean())
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"net": net.state_dict(), "accuracy": judge.accuracy}, path)
+            torch.save({"net": net.state_dict(), "accuracy": judge.accuracy, "data": _digest(federation)}, path)
         return judge
 
     @classmethod
-    def _read(cls, net: nn.Module, pixels: Pixels, path: str) -> Judge:
+    def _read(cls, net: nn.Module, pixels: Pixels, path: str, digest: str) -> Judge:
         try:
             saved = torch.load(path, map_location=pixels.federation.device, weights_only=True)
+            if saved["data"] != digest:
+                raise ValueError("other data")
             net.load_state_dict(saved["net"])
         except Exception as error:
             raise FederationError(f"{path} holds no classifier for this data: delete it or name another.") from error
@@ -109,3 +112,10 @@ def _train(net: nn.Module, pixels: Pixels, rows: Tensor, seed: int, epochs: int)
             optimizer.step()
             schedule.step()
     net.eval()
+
+
+def _digest(federation: Federation) -> str:
+    """What tells one data set from another of the same shape."""
+    rows = torch.linspace(0, len(federation.targets) - 1, 100).long().to(federation.device)
+    told = (federation.targets, federation.inputs[rows])
+    return hashlib.sha256(b"".join(value.cpu().numpy().tobytes() for value in told)).hexdigest()

@@ -24,8 +24,8 @@ from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.pixels import Pixels
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.views import View
-from fl_lightning.privacy.wiretap import Run, Wire
-from fl_lightning.wire import State
+from fl_lightning.privacy.wiretap import Protection, Run, Wire
+from fl_lightning.wire import Message, State
 
 
 @dataclass
@@ -57,13 +57,16 @@ class _OneStep:
         return self.method.dropout_shapes(x)
 
 
-def small_update(module: FederatedModule, client: int, rows: Tensor) -> tuple[State, State, State]:
+def small_update(
+    module: FederatedModule, client: int, rows: Tensor, protect: Protection | None = None
+) -> tuple[State, State, State]:
     """What a client would receive, send and keep in a round of one step on a few of its samples; nothing is kept.
 
     Args:
         module: the method under its Trainer.
         client: the client.
         rows: its samples, the batch.
+        protect: what the client does to the message before it leaves.
     """
     federation = module.federation
     received = module.message_down(client)
@@ -73,7 +76,10 @@ def small_update(module: FederatedModule, client: int, rows: Tensor) -> tuple[St
     job = Job(client, module.begin(client, received))
     (result,) = SequentialEngine().train(_OneStep(module, len(rows)), data, [job], module.completed_rounds)
     sent, kept = module.finish(client, result.state, received)
-    return received, sent, kept
+    message = Message(client, sent, len(rows))
+    if protect is not None:
+        protect(received, message)
+    return received, message.tensors, kept
 
 
 def gradient_of(module: FederatedModule, received: State, sent: State) -> State:
@@ -203,7 +209,7 @@ def leak(
         true = federation.targets[chosen]
         if federation.label_maps is not None:
             true = federation.label_maps[client][true]
-        received, sent, kept = small_update(module, client, chosen)
+        received, sent, kept = small_update(module, client, chosen, run.protect)
         gradient = gradient_of(module, received, sent)
         if not gradient or not any(bool(g.any()) for g in gradient.values()):
             continue

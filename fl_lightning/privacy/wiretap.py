@@ -15,6 +15,8 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.wire import Message, State
 
 T = TypeVar("T")
+#: What a client does to a message before it leaves, given what it received.
+Protection = Callable[[State, Message], None]
 
 
 @dataclass
@@ -70,6 +72,8 @@ class Run:
     guesses: dict[tuple[str, int], State] = field(default_factory=dict)
     #: Told how many targets of how many an attack is through with.
     watch: Callable[[int, int], None] | None = None
+    #: For messages that clients are asked for.
+    protect: Protection | None = None
 
     def each(self, targets: Sequence[T]) -> Iterator[T]:
         """The targets of an attack, one after the other, with whoever watches kept informed."""
@@ -110,9 +114,7 @@ def finished(module: FederatedModule, wire: Wire) -> Run:
     return Run(module, wire, {client: dict(module.snapshots[client].private) for client in wire.sent})
 
 
-def intercept(
-    module: FederatedModule, clients: Sequence[int], protect: Callable[[State, Message], None] | None = None
-) -> Run:
+def intercept(module: FederatedModule, clients: Sequence[int], protect: Protection | None = None) -> Run:
     """What the clients would send in the next round, after a run of which nothing was recorded, as from a checkpoint.
 
     Nothing of the round is kept: server and snapshots stay as they are.

@@ -102,3 +102,16 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(FederationError, match="run the fit again"):
         read_record(tmp_path / "run.json")
+
+
+def test_history_of_rounds_that_are_all_odd_and_resumed() -> None:
+    """As validation every second round makes them: thinned by how many there were, not by their numbers."""
+    whole, part = ClientHistory(most=4), ClientHistory(most=4)
+    for number in range(11):
+        whole.add(2 * number + 1, torch.tensor([float(number)]))
+        part.add(2 * number + 1, torch.tensor([float(number)]))
+        resumed = ClientHistory(most=4)
+        resumed.load_state_dict(part.state_dict())
+        part = resumed
+    assert whole.table()[0] == part.table()[0] == [1, 9, 17, 21]
+    assert part.table()[1].flatten().tolist() == [0, 4, 8, 10]

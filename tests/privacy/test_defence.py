@@ -12,10 +12,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import QFFL, SCAFFOLD, FedAvg, FedPer, WAFFLe, WeightErosion
+from fl_lightning.methods import QFFL, SCAFFOLD, FedAvg, FedGroup, FedPer, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
-from fl_lightning.privacy.defence import change, clipped, epsilon, norm
-from fl_lightning.wire import Message, State
+from fl_lightning.privacy.defence import central_std, change, clipped, epsilon, norm
+from fl_lightning.wire import Message, State, message_weights, weighted_mean
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 
 pytest.importorskip("opacus", reason="opacus is not installed: pip install '.[privacy]'")
@@ -159,3 +159,53 @@ def test_bad_settings_are_refused() -> None:
         fit(QFFL(mlp()), blobs(), 1, callbacks=[DifferentialPrivacyCallback()])
     with pytest.raises(FederationError, match="needs a federated method, not BoringModel"):
         trainer(callbacks=[DifferentialPrivacyCallback()], precision="32-true").fit(BoringModel())
+
+
+@pytest.mark.parametrize(("kind", "fits"), [(FedGroup, 1), (FedAvg, 2)])
+def test_noise_is_never_used_twice(kind: type[FederatedModule], fits: int) -> None:
+    """Nor in two stages of a round, in which clients send twice, nor in two fits: else one takes it off the other.
+
+    Clients that do not learn send what they received and the noise.
+    """
+    watch = Watch(1.0, 1.0, "local")
+    method = kind(mlp(), lr=0.0, engine="stacked", **({"clusters": 2} if kind is FedGroup else {}))
+    for _ in range(fits):
+        fit(method, blobs(), 1, callbacks=[watch])
+    noise = [change(sent, received) for sent, received in watch.seen]
+    assert len(noise) == 8
+    for first, second in zip(noise[:4], noise[4:], strict=True):
+        assert min(float((first[n] - second[n]).abs().max()) for n in first) > 0.1
+
+
+@pytest.mark.parametrize("where", ["central", "local"])
+def test_earlier_fits_count(where: Any, tmp_path: Path) -> None:
+    method, defence = FedAvg(mlp(), lr=0.1, engine="stacked"), DifferentialPrivacyCallback(1.0, 4.0, where, 1e-3)
+    fit(method, blobs(), 2, callbacks=[defence])
+    run = fit(method, blobs(), 3, callbacks=[defence])
+    told = 4.0 if where == "central" else 2.0
+    assert defence.epsilon() == pytest.approx(epsilon([(told, 1.0, 5)], 1e-3))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    again = DifferentialPrivacyCallback(1.0, 4.0, where, 1e-3)
+    fit(FedAvg(mlp(), lr=0.1, engine="stacked"), blobs(), 4, str(tmp_path / "run.ckpt"), callbacks=[again])
+    assert again.epsilon() == pytest.approx(epsilon([(told, 1.0, 6)], 1e-3))
+
+
+def test_the_mean_moves_no_further_than_the_noise_is_for() -> None:
+    """A client's clipped update against nothing in its place, for the worst of updates and weights."""
+    opposite = [Message(0, {"w": torch.tensor([1.0])}, 30), Message(1, {"w": torch.tensor([-1.0])}, 10)]
+    for weighting in ("uniform", "samples"):
+        shares = message_weights(opposite, weighting)  # type: ignore[arg-type]
+        whole = float(weighted_mean(opposite, shares, ["w"])["w"])
+        for k in range(2):
+            without = [Message(m.client, {"w": m.tensors["w"] * (m.client != k)}, m.samples) for m in opposite]
+            moved = abs(float(weighted_mean(without, shares, ["w"])["w"]) - whole)
+            std = central_std(2.0, 1.0, opposite, weighting) * math.hypot(*shares)  # type: ignore[arg-type]
+            assert std >= 2.0 * moved - 1e-12
+
+
+def test_losses_under_noise() -> None:
+    """Noise makes losses of q-FFL's clients negative: they have no powers, and the run goes on."""
+    method = QFFL(mlp(), q=0.5, lr=0.1, engine="stacked")
+    fit(method, blobs(), 3, callbacks=[DifferentialPrivacyCallback(1.0, 1.0, "local")])
+    assert all(bool(value.isfinite().all()) for value in weights(method).values())
+    assert largest_difference(weights(method), dict(mlp().double().state_dict())) > 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,9 @@ def test_a_linear_model_shows_its_classes(tmp_path: Path) -> None:
     assert callback.run_metrics()["inversion_judge_acc"] > 95
     again = Judge.trained(method.federation, seed=5, path=str(tmp_path / "judge.pt"))
     assert 100 * again.accuracy == callback.run_metrics()["inversion_judge_acc"]
+    other = replace(method.federation, targets=method.federation.targets.flip(0))
+    with pytest.raises(FederationError, match="holds no classifier for this data"):
+        Judge.trained(other, seed=5, path=str(tmp_path / "judge.pt"))
     (tmp_path / "other.pt").write_text("no")
     with pytest.raises(FederationError, match="holds no classifier for this data"):
         Judge.trained(method.federation, seed=5, path=str(tmp_path / "other.pt"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning.callbacks import GradientLeakageCallback
+from fl_lightning.callbacks import DifferentialPrivacyCallback, GradientLeakageCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, Local, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
@@ -110,3 +110,18 @@ def test_bad_settings_are_refused() -> None:
     every = WeightErosion(mlp(), agent_of_interest="all")
     with pytest.raises(FederationError, match=r"agent_of_interest=all .*: attack a run for one agent"):
         fit(every, blobs(), rounds=1, callbacks=[GradientLeakageCallback()])
+
+
+def test_noise_of_the_clients_is_on_what_they_are_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("opacus", reason="opacus is not installed: pip install '.[privacy]'")
+    found = []
+    for noise in (0.0, 100.0):
+        torch.manual_seed(0)
+        method = FedAvg(MLP(SIDE * SIDE, (12,), 3, bias=True), lr=0.01, engine="stacked")
+        callback = GradientLeakageCallback(["outsider"], steps=1, clients=1, folder=str(tmp_path))
+        fit(method, stripes(), 1, callbacks=[DifferentialPrivacyCallback(1.0, noise, "local"), callback])
+        assert callback.report is not None
+        (row,) = callback.report.select(variant="analytic")
+        found.append(row["psnr"])
+    assert found[0] > 100
+    assert found[1] < 30

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from fl_lightning.callbacks import MembershipInferenceCallback
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import FedAvg, Local, WAFFLe
+from fl_lightning.methods import FedAvg, FedPer, Local, WAFFLe
 from fl_lightning.metrics import membership_summary
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy import Report, attack_data, infer_membership, intercept, make_views, train_shadows
@@ -159,14 +159,62 @@ def test_after_a_test_and_by_group(tmp_path: Path) -> None:
     federation = data.federation
     object.__setattr__(federation, "meta", {"mode": [0, 0, 0, 1]})
     method = FedAvg(net(16), lr=0.1, engine="stacked")
-    fit(method, data, 2)
-    before = weights(method)
+    fit(method, data, 2).save_checkpoint(tmp_path / "run.ckpt")
+    before, method = weights(method), FedAvg(net(16), lr=0.1, engine="stacked")
     callback = MembershipInferenceCallback(["outsider", "insider"], samples=50, shadows=2, folder=str(tmp_path))
-    trainer(callbacks=[callback], default_root_dir=tmp_path).test(method, datamodule=data, verbose=False)
+    tester = trainer(callbacks=[callback], default_root_dir=tmp_path)
+    tester.test(method, datamodule=data, ckpt_path=str(tmp_path / "run.ckpt"), verbose=False)
     assert callback.report is not None
     assert {row["group"] for row in callback.report.rows} == {"majority", "minority"}
     assert "by group of clients" in (tmp_path / "attack_membership.md").read_text()
     assert largest_difference(before, weights(method)) == 0.0
+
+
+def test_shadows_begin_as_the_run_did_and_know_nothing_of_its_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever model the module holds when it is tested."""
+    data, begun = noise(), []
+
+    def shadows(method: FederatedModule, *args: Any) -> Any:
+        begun.append((weights(method), list(method.snapshots)))
+        return train_shadows(method, *args)
+
+    monkeypatch.setattr("fl_lightning.callbacks.membership.train_shadows", shadows)
+    callback = MembershipInferenceCallback(["outsider"], samples=40, shadows=1, clients=1)
+    method = FedPer(net(16).double(), lr=0.1, engine="stacked")
+    start = weights(method)
+    run = fit(method, data, 1, callbacks=[callback])
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    fit(method, data, 2, str(tmp_path / "one.ckpt"), callbacks=[callback])
+    test = trainer(callbacks=[callback], default_root_dir=tmp_path).test
+    test(method, datamodule=data, ckpt_path=str(tmp_path / "one.ckpt"), verbose=False)
+    test(method, datamodule=data, verbose=False)
+    between = weights(method)
+    fit(method, data, 1, callbacks=[callback])  # another run, from there on
+    assert len(begun) == 5
+    assert max(largest_difference(begun[number][0], start) for number in range(4)) == 0.0
+    assert largest_difference(begun[4][0], between) == 0.0
+    assert all(known == [] for _, known in begun)
+
+    blind = trainer(callbacks=[MembershipInferenceCallback(["outsider"], samples=40, shadows=1)]).test
+    with pytest.raises(FederationError, match="How the run began is not known.*shadow_start='current'"):
+        blind(method, datamodule=data, verbose=False)
+
+
+def test_every_test_is_attacked(tmp_path: Path) -> None:
+    """Two runs of as many rounds, one after the other."""
+    data, reports = noise(), []
+    callback = MembershipInferenceCallback(["outsider"], samples=40, shadows=1, clients=2, folder=str(tmp_path))
+    for seed in (0, 1):
+        method = FedAvg(net(16), lr=0.1, engine="stacked", seed=seed)
+        fit(method, data, 1).save_checkpoint(tmp_path / f"{seed}.ckpt")
+        fresh = FedAvg(net(16), lr=0.1, engine="stacked", seed=seed)
+        tester = trainer(callbacks=[callback], default_root_dir=tmp_path)
+        tester.test(fresh, datamodule=data, ckpt_path=str(tmp_path / f"{seed}.ckpt"), verbose=False)
+        reports.append(callback.report)
+    assert reports[0] is not reports[1]
+    assert reports[0].rows != reports[1].rows  # type: ignore[union-attr]
 
 
 def test_nothing_that_crosses_nothing_to_attack() -> None:
