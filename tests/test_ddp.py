@@ -30,8 +30,12 @@ def run(kind: str, engine: str, devices: int, path: Path) -> list[dict[str, Any]
     return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(devices)]
 
 
-@pytest.mark.parametrize(("kind", "engine"), [("SCAFFOLD", "sequential"), ("FedAvg", "auto")])
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("SCAFFOLD", "sequential"), ("FedAvg", "auto"), ("private", "sequential")]
+)
 def test_two_ranks_agree_with_one_process(kind: str, engine: str, tmp_path: Path) -> None:
+    if kind == "private":
+        pytest.importorskip("opacus", reason="opacus is not installed: pip install '.[privacy]'")
     (alone,) = run(kind, engine, 1, tmp_path / "one")
     first, second = run(kind, engine, 2, tmp_path / "two")
     assert largest_difference(first["weights"], second["weights"]) == 0.0
@@ -41,6 +45,7 @@ def test_two_ranks_agree_with_one_process(kind: str, engine: str, tmp_path: Path
     assert largest_difference(first["weights"], alone["weights"]) <= bound
     assert first["acc"] == second["acc"] == alone["acc"]
     assert first["up"] == alone["up"]
+    assert first["ledger"] == second["ledger"] == alone["ledger"]
 
 
 def test_a_strategy_that_shards_the_model_is_refused() -> None:
