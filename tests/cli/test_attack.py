@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fl_lightning.callbacks import MembershipInferenceCallback
 from fl_lightning.cli import cells, figures, main, reproduce
 from fl_lightning.cli.tables import config_of, run_metric, select, table
 from tests.cli.test_cli import QUICKSTART, QUIET, refused
@@ -123,6 +124,32 @@ def test_cells_with_attacks_and_their_pictures(tmp_path: Path, monkeypatch: pyte
         name = f"results-waffle_factor_journal-table3-cifar10-1000_samples_per_client-{kind}.png"
         assert Path("docs/pictures", name).stat().st_size > 5000
         assert f"](pictures/{name})" in page
+
+
+def test_a_run_that_is_stopped_in_its_attack_attacks_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint is that of the last round, so Lightning does not train again."""
+    attack = {"class_path": "MembershipInferenceCallback", "init_args": {"shadows": 1, "clients": 2}}
+    config = {**TINY, "trainer": {"max_epochs": cells.EVERY, "callbacks": [attack]}}
+    whole = cells.run_cell(tmp_path / "whole", config, seed=0)
+    strikes: list[int] = []
+    real = MembershipInferenceCallback.strike
+
+    def killed(self: Any, *args: Any) -> Any:
+        strikes.append(0)
+        if len(strikes) == 1:
+            raise RuntimeError("killed")
+        return real(self, *args)
+
+    monkeypatch.setattr(MembershipInferenceCallback, "strike", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        cells.run_cell(tmp_path / "part", config, seed=0)
+    part = cells.run_cell(tmp_path / "part", config, seed=0)
+    assert "mia_accuracy" in whole["metrics"]
+    assert part["metrics"] == whole["metrics"]
+    cells.run_cell(tmp_path / "again", config, seed=0)
+    assert len(strikes) == 3  # once a run, though training and fit both end
 
 
 def test_every_method_has_a_style_of_its_own() -> None:
