@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shutil
 import statistics
-import threading
+import traceback
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from fl_lightning.cli.tables import (
     table,
     tables,
 )
+from fl_lightning.cli.workers import Workers
 from fl_lightning.errors import FederationError
 from fl_lightning.view import View
 
@@ -80,20 +80,23 @@ def main(argv: list[str]) -> None:
         print(yaml.safe_dump_all(runs.values(), sort_keys=False))
         return
     console, records = Console(quiet=options.quiet), Records(Path(options.runs), Path(options.results) / "runs")
-    if not options.cached:
-        _run_all(console, records, runs, options.seeds, options.jobs)
+    failed = {} if options.cached else _run_all(console, records, runs, options.seeds, options.jobs)
     for config in runs.values():
         for seed in options.seeds:
             records.keep(config, seed)
     rows = [{**cell, "measured": measure(records, cell, options.seeds, options.rounds)} for cell in cells]
     rows = [row for row in rows if row["measured"] is not None]
-    if not rows:
+    if not rows and not failed:
         raise FederationError("None of these cells has a finished run: leave --cached out to run them.")
-    console.print(render(options.table, rows))
-    written = write_results(Path(options.results), options.table, rows)
-    draw(records, options.table, cells, options.seeds, options.rounds, Path(options.docs) / "pictures")
-    write_page(Path(options.results), Path(options.docs))
-    console.print(f"wrote {written} and {Path(options.docs) / 'results.md'}")
+    if rows:
+        console.print(render(options.table, rows))
+        written = write_results(Path(options.results), options.table, rows)
+        draw(records, options.table, cells, options.seeds, options.rounds, Path(options.docs) / "pictures")
+        write_page(Path(options.results), Path(options.docs))
+        console.print(f"wrote {written} and {Path(options.docs) / 'results.md'}")
+    if failed:
+        told = "; ".join(f"{name} ({reason})" for name, reason in failed.items())
+        raise FederationError(f"Not all runs were finished, the same command tries again those that failed: {told}.")
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -116,46 +119,56 @@ def _runs(cells: list[Cell], rounds: int | None) -> dict[str, Config]:
     return {config_hash(config): config for config in (_config(cell, rounds) for cell in asked)}
 
 
-def _run_all(console: Console, records: Records, runs: dict[str, Config], seeds: list[int], jobs: int) -> None:
+def _run_all(
+    console: Console, records: Records, runs: dict[str, Config], seeds: list[int], jobs: int
+) -> dict[str, str]:
+    """Run what is not finished; returns what went wrong, by name of the run."""
     asked = [(config, seed) for seed in seeds for config in runs.values()]
     todo = [run for run in asked if records.result(*run) is None]
     old = sum(records.is_only_recorded(*run) for run in asked)
     known = f" ({old} taken from {records.folder}: with another --results they run again)" if old else ""
     console.print(f"{len(asked)} runs, {len(todo)} of them to do, {jobs} at a time{known}")
-    root = records.runs
-    # Spawned, not forked: every run starts from a clean process, with threads of its own.
-    context = multiprocessing.get_context("spawn")
     view = View("run", len(todo), quiet=console.quiet or not todo, console=console)
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool, view:
-        waiting = {pool.submit(run_cell, root, config, seed): (config, seed) for config, seed in todo}
-        left, done = set(waiting), 0
-        while left:
-            ended, left = wait(left, timeout=1.0, return_when=FIRST_COMPLETED)
-            for future in ended:
+    failed: dict[str, str] = {}
+    left, done = iter(todo), 0
+    with _kept(), Workers(jobs) as workers, view:
+        while done < len(todo):
+            while workers.free and (run := next(left, None)):
+                workers.begin(run_cell, records.runs, *run)
+            for (_, config, seed), future in workers.ended():
                 done += 1
-                config, seed = waiting[future]
-                result = future.result()
-                accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
-                line = f"{done}/{len(todo)} {_name(config, seed)}: {accuracy:.2f} in {seconds:.0f} s"
-                view.print(line)
-            running = [(waiting[future], part) for future in left if (part := progress_of(root, *waiting[future]))]
-            facts = (f"{_name(*run)} {part.rounds}/{part.total} {part.accuracy:.1f} %" for run, part in running)
-            view.update(done + sum(part.rounds / part.total for _, part in running), *facts)
+                name, error = _name(config, seed), future.exception()
+                if error is not None:
+                    failed[name] = _reason(error)
+                view.print(f"{done}/{len(todo)} {name}: {failed.get(name) or _outcome(future.result())}")
+            parts = [(call, part) for call in workers.running.values() if (part := progress_of(*call))]
+            facts = (f"{_name(*call[1:])} {part.rounds}/{part.total} {part.accuracy:.1f} %" for call, part in parts)
+            view.update(done + sum(part.rounds / part.total for _, part in parts), *facts)
+    return failed
 
 
-def end_with_parent() -> None:
-    """Let this process end as soon as the one that started it does, however that was ended.
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Say what becomes of the runs when someone stops the command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("Stopped: finished runs are kept, and the same command goes on.") from None
 
-    Else a run would go on after its command was killed, beside the one that a new command starts in the same folder.
-    """
 
-    def watch() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+def _outcome(result: dict[str, Any]) -> str:
+    return f"{result['metrics']['local_test_acc']:.2f} in {result['seconds']:.0f} s"
 
-    threading.Thread(target=watch, daemon=True).start()
+
+def _reason(error: BaseException) -> str:
+    """Why a run failed, in a few words; of what nobody expected, where it happened is printed too."""
+    if isinstance(error, BrokenProcessPool):
+        return "its process was killed"
+    text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, FederationError):
+        return text
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {text}"
 
 
 def _name(config: Config, seed: int) -> str:

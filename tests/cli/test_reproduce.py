@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.cli.records import Records
 from fl_lightning.cli.results import time_of
 from fl_lightning.cli.tables import config_hash, config_of, line_name, scale_of, select, table, tables
+from fl_lightning.cli.workers import Workers
 from fl_lightning.errors import FederationError
 
 TINY: dict[str, Any] = {
@@ -151,38 +149,34 @@ def test_weights_of_the_agents_by_round_are_kept_and_drawn(tmp_path: Path, monke
     assert (tmp_path / "results-waffle_avg-table1-mnist-distribution_C-weights.png").stat().st_size > 5000
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to see processes in")
-def test_runs_end_with_a_command_that_is_killed() -> None:
-    """A run that went on would write into the folder of the one that resumes it."""
-    code = (
-        "import multiprocessing, os, time\n"
-        "from concurrent.futures import ProcessPoolExecutor\n"
-        "from fl_lightning.cli.reproduce import end_with_parent\n"
-        "if __name__ == '__main__':\n"
-        "    context = multiprocessing.get_context('spawn')\n"
-        "    pool = ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent)\n"
-        "    print(pool.submit(os.getpid).result(), flush=True)\n"
-        "    pool.submit(time.sleep, 600)\n"
-        "    time.sleep(600)\n"
-    )
-    Path("command.py").write_text(code)
-    command = subprocess.Popen([sys.executable, "command.py"], stdout=subprocess.PIPE, text=True)
-    assert command.stdout is not None
-    run = Path("/proc") / command.stdout.readline().strip() / "stat"
+def test_a_run_that_fails_leaves_the_others_and_is_named_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {**TINY, "trainer": {"max_epochs": 1}}
+    bad = json.loads(json.dumps(good))
+    bad["data"]["init_args"]["partition"]["init_args"]["clients"] = [800, 400]
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: bad if cell["method"] == "fedavg" else good)
+    only = ["--only", "dataset=mnist", "method=fedavg,fedprox", "partition=unimodal_Z2"]
+    with pytest.raises(SystemExit) as end:
+        main(["reproduce", "waffle_factor_journal/table2", *only, "--quiet"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"FedAvg Digits {config_hash(bad)} seed 0 (" in said
+    assert config_hash(good) not in said
+    (row,) = json.loads(Path("results/waffle_factor_journal_table2.json").read_text())
+    assert row["method"] == "fedprox"
 
-    def goes_on() -> bool:
-        try:
-            return ") Z " not in run.read_text()  # what has ended stays to be asked about, if nobody asks
-        except OSError:
-            return False
 
-    assert goes_on()
-    command.kill()
-    command.wait()
-    end = time.monotonic() + 60
-    while goes_on() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not goes_on()
+def test_ctrl_c_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def press(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Workers, "begin", lambda *args: None)
+    monkeypatch.setattr(Workers, "ended", press)
+    with pytest.raises(SystemExit) as end:
+        main(["reproduce", "waffle_factor_journal/table2", "--only", "dataset=mnist", "method=fedavg", "--jobs", "2"])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "fl-lightning: Stopped: finished runs are kept, and the same command goes on.\n"
 
 
 def test_the_time_of_a_table_counts_every_run_once() -> None:
