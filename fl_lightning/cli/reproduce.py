@@ -90,8 +90,12 @@ def main(argv: list[str]) -> None:
         raise FederationError("None of these cells has a finished run: leave --cached out to run them.")
     if rows:
         console.print(render(options.table, rows))
-        written = write_results(Path(options.results), options.table, rows)
-        draw(records, options.table, cells, options.seeds, options.rounds, Path(options.docs) / "pictures")
+        written, lesser = write_results(Path(options.results), options.table, rows)
+        if lesser:
+            console.print(f"{len(lesser)} of the rows stay as they were in {written}: they have more rounds or seeds")
+        drawn = [cell for cell in cells if _key(cell) not in map(_key, lesser)]
+        if drawn:
+            draw(records, options.table, drawn, options.seeds, options.rounds, Path(options.docs) / "pictures")
         write_page(Path(options.results), Path(options.docs))
         console.print(f"wrote {written} and {Path(options.docs) / 'results.md'}")
     if failed:
@@ -315,16 +319,32 @@ def _finished(records: Records, cell: Cell, seeds: list[int], rounds: int | None
     return [found for seed in seeds if (found := records.result(_config(cell, rounds), seed)) is not None]
 
 
-def write_results(folder: Path, name: str, rows: list[Cell]) -> Path:
-    """Write the rows into the table's file; rows of other cells that are there stay."""
+def write_results(folder: Path, name: str, rows: list[Cell]) -> tuple[Path, list[Cell]]:
+    """Write the rows into the table's file; rows of other cells that are there stay, and those that rest on more.
+
+    Returns:
+        The file, and the rows that were not written as the file has a better one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name.replace('/', '_')}.json"
-    old = json.loads(path.read_text()) if path.exists() else []
-    merged = {_key(row): row for row in [*old, *rows]}
+    merged = {_key(row): row for row in (json.loads(path.read_text()) if path.exists() else [])}
+    lesser = [row for row in rows if (old := merged.get(_key(row))) and _outweighs(old["measured"], row["measured"])]
+    merged |= {_key(row): row for row in rows if row not in lesser}
     order = {_key(cell): i for i, cell in enumerate(table(name))}
     ordered = sorted(merged.values(), key=lambda row: order.get(_key(row), len(order)))
     path.write_text(json.dumps(ordered, indent=1) + "\n")
-    return path
+    return path, lesser
+
+
+def _outweighs(old: Measured, new: Measured) -> bool:
+    """Whether a trial must not replace what was measured: it has fewer rounds, or as many and only some of the seeds.
+
+    Example:
+        >>> _outweighs({"rounds": 50, "seeds": [0, 1]}, {"rounds": 50, "seeds": [1]})
+        True
+    """
+    more_seeds = set(old["seeds"]) > set(new["seeds"])
+    return bool(old["rounds"] > new["rounds"] or (old["rounds"] == new["rounds"] and more_seeds))
 
 
 def _key(cell: Cell) -> str:

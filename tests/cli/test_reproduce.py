@@ -255,6 +255,46 @@ def test_the_command_writes_results_and_page(
     assert len(json.loads(Path("results/waffle_factor_journal_table2.json").read_text())) == 2  # the first stays
 
 
+@pytest.mark.parametrize(
+    ("rounds", "seeds", "stays"),
+    [
+        (49, [0, 1, 2, 3], True),
+        (50, [1, 2], True),
+        (50, [0, 1, 2], False),  # measured again
+        (50, [2, 3], False),
+        (51, [0], False),
+    ],
+)
+def test_a_trial_does_not_replace_what_was_measured(
+    rounds: int, seeds: list[int], stays: bool, tmp_path: Path
+) -> None:
+    name = "waffle_factor_journal/table2"
+    cell, other, *_ = table(name)
+    old = {**cell, "measured": {"rounds": 50, "seeds": [0, 1, 2], "mean": 1.0}}
+    new = {**cell, "measured": {"rounds": rounds, "seeds": seeds, "mean": 2.0}}
+    beside = {**other, "measured": {"rounds": 1, "seeds": [0], "mean": 3.0}}
+    assert reproduce.write_results(tmp_path, name, [old])[1] == []
+    path, lesser = reproduce.write_results(tmp_path, name, [new, beside])
+    assert json.loads(path.read_text()) == [old if stays else new, beside]
+    assert lesser == ([new] if stays else [])
+
+
+def test_the_command_says_which_rows_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(TINY)))
+    only = ["--only", "dataset=mnist", "method=fedavg", "partition=unimodal_Z2"]
+    command = ["reproduce", "waffle_factor_journal/table2", *only, "--cached", "--runs", str(tmp_path / "runs")]
+    for rounds in (2, 1):
+        cells.run_cell(tmp_path / "runs", {**TINY, "trainer": {"max_epochs": rounds}}, seed=0)
+        main([*command, "--rounds", str(rounds)])
+        if rounds == 2:
+            written = {path: path.read_bytes() for path in Path().rglob("*") if path.suffix in (".md", ".png")}
+            assert written
+    assert "1 of the rows stay as they were" in capsys.readouterr().out
+    assert all(path.read_bytes() == before for path, before in written.items())  # nor the page nor a picture
+
+
 def test_tables_outlive_their_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
