@@ -265,9 +265,7 @@ def test_the_command_writes_results_and_page(
         (51, [0], False),
     ],
 )
-def test_a_trial_does_not_replace_what_was_measured(
-    rounds: int, seeds: list[int], stays: bool, tmp_path: Path
-) -> None:
+def test_a_trial_does_not_replace_what_was_measured(rounds: int, seeds: list[int], stays: bool, tmp_path: Path) -> None:
     name = "waffle_factor_journal/table2"
     cell, other, *_ = table(name)
     old = {**cell, "measured": {"rounds": 50, "seeds": [0, 1, 2], "mean": 1.0}}
