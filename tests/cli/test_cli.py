@@ -14,7 +14,9 @@ import yaml
 from fl_lightning import methods
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.compare import experiments_of
 from fl_lightning.cli.lightning import FederatedCLI
+from fl_lightning.cli.runs import find
 from fl_lightning.methods import FedAvg
 from fl_lightning.nets import NETS
 
@@ -85,6 +87,17 @@ def test_print_config_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
         Path("printed.yaml").write_text(texts[-1])
     assert texts[0] == texts[1]
     assert yaml.safe_load(texts[0])["model"]["init_args"]["server_optimizer"]["class_path"] == "fl_lightning.optim.Yogi"
+
+
+def test_seeds_of_a_run_with_a_server_optimizer_are_one_experiment() -> None:
+    options = ["--config", QUICKSTART, "--quiet", "--trainer.max_epochs=1", "--model.engine=stacked"]
+    for seed, lr in ((0, 0.1), (1, 0.1), (1, 0.2)):
+        server = ["--model.server_optimizer=Yogi", f"--model.server_optimizer.lr={lr}"]
+        main(["fit", *options, *server, f"--seed_everything={seed}"])
+    runs = find(["runs"])
+    assert [len(one.runs) for one in experiments_of(runs)] == [2, 1]
+    assert runs[0].settings["server_optimizer"] == "Yogi(lr=0.1, betas=(0.9, 0.99), tau=0.001)"
+    assert not any(key.startswith("_") for key in runs[0].settings)
 
 
 def test_options_reach_the_method() -> None:
