@@ -70,10 +70,14 @@ def build_parser() -> FederatedArgumentParser:
 def main(argv: list[str]) -> None:
     """Run the command; ``argv`` begins with its name."""
     options = build_parser().parse_args(argv[1:])
+    options.seeds = list(dict.fromkeys(options.seeds))
     if options.list or options.table is None:
         for name, cells in tables().items():
             print(f"{name:<32} {len(cells):>3} cells, {len(_runs(cells, None)):>3} runs per seed")
         return
+    for option in ("jobs", "rounds"):
+        if (number := options[option]) is not None and number < 1:
+            raise FederationError(f"--{option} must be 1 or more, not {number}.")
     cells = select(table(options.table), dict(_condition(text) for text in options.only))
     runs = _runs(cells, options.rounds)
     if options.show:

@@ -203,11 +203,22 @@ def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> No
         (["--model.engine", "warp"], "There is no engine 'warp'"),
         (["--trainer.gradient_clip_val", "1"], "use the method's clip_norm"),
         (["--ckpt_path", "nope.ckpt"], "There is no checkpoint nope.ckpt"),
+        (["--ckpt_path", "best"], "--ckpt_path takes a file"),
+        (["--seed_everything", "-1"], "seed_everything must lie between 0 and 4294967295, not at -1"),
+        (["--seed_everything", "4294967296"], "seed_everything must lie between"),
         (["--data", "MNIST", "--data.root", "nowhere", "--data.download", "false"], "nowhere/MNIST/raw"),
     ],
 )
 def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sentence in refused(capsys, "fit", "--config", QUICKSTART, *QUIET, *argv)
+
+
+def test_bad_input_of_other_commands_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--ckpt_path takes a file" in refused(capsys, "test", "--config", QUICKSTART, "--ckpt_path", "best")
+    assert "--rounds must be 1 or more, not 0" in refused(capsys, "demo", "--rounds", "0")
+    for option in ("--jobs", "--rounds"):
+        said = refused(capsys, "reproduce", "waffle_factor_journal/table2", option, "0")
+        assert f"{option} must be 1 or more, not 0" in said
 
 
 def test_damaged_and_foreign_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:

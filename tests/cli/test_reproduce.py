@@ -167,6 +167,19 @@ def test_a_run_that_fails_leaves_the_others_and_is_named_at_the_end(
     assert row["method"] == "fedprox"
 
 
+def test_a_seed_that_is_given_twice_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(console: Any, records: Any, runs: Any, seeds: list[int], jobs: int) -> dict[str, str]:
+        asked.extend(seeds)
+        return {}
+
+    monkeypatch.setattr(reproduce, "_run_all", noted)
+    with pytest.raises(SystemExit):
+        main(["reproduce", "waffle_factor_journal/table2", "--seeds", "1", "0", "1", "--jobs", "2"])
+    assert asked == [1, 0]
+
+
 def test_ctrl_c_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def press(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -241,7 +254,9 @@ def test_the_command_writes_results_and_page(
     for seed in (0, 1):  # in this process: the recipe above is only known here
         cells.run_cell(tmp_path / "runs", {**TINY, "trainer": {"max_epochs": 2}}, seed)
     only = ["--only", "dataset=mnist", "method=fedavg", "partition=unimodal_Z2"]
-    options = ["--seeds", "0", "1", "--runs", str(tmp_path / "runs"), "--cached"]
+    options = ["--seeds", "0", "1", "0", "--runs", str(tmp_path / "runs"), "--cached"]
+    Path("results").mkdir()
+    Path("results/notes.json").write_text("{}")  # somebody else's
     main(["reproduce", "waffle_factor_journal/table2", *only, *options])
     (row,) = json.loads(Path("results/waffle_factor_journal_table2.json").read_text())
     assert row["value"] == 94.46
