@@ -22,7 +22,6 @@ from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 
-
 #: The largest seed.
 SEEDS = 2**32 - 1
 
