@@ -133,6 +133,10 @@ class AttackCallback(FederatedCallback):
         """Attack after the last round."""
         self._carry_out(trainer, pl_module, finished(_federated(pl_module), self.wire))
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attack unless that is done: a run that stopped in its attack has no training left to end when resumed."""
+        self._carry_out(trainer, pl_module, finished(_federated(pl_module), self.wire))
+
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack a trained method, as a checkpoint left it."""
         module = _federated(pl_module)

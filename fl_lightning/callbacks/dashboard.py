@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Settings that every run has, so that runs of different methods fit into one table; the rest is one text.
-COMMON = ("clients", "fraction", "rounds", "lr", "epochs", "batch_size")
+COMMON = ("clients", "data.fraction", "rounds", "lr", "epochs", "batch_size")
 #: Those that are shown at first: TensorBoard sorts by name, capitals before others, and shows five.
 FIRST = ("method", "data", "partition", "net", "seed")
 #: Metrics of that table, where they are logged.

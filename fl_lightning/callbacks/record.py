@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +18,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.errors import FederationError
 
 #: The file's name, and the version of what is in it.
 FILE, FORMAT = "run.json", 1
 #: Seconds between two writings while a run goes on.
 EVERY = 10.0
+#: Arguments of a DataModule that are no settings of the experiment, or told elsewhere.
+ELSEWHERE = ("seed", "root", "download", "partition")
+#: Characters of a setting that is told in full.
+LONG = 200
 
 
 class ClientHistory:
@@ -94,6 +103,7 @@ class RunRecord(Callback):
         self.curves: dict[str, tuple[list[int], list[float]]] = {}
         self.history = ClientHistory()
         self.seconds = 0.0
+        self._validated: set[str] = set()
         self._began = self._wrote = time.perf_counter()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,21 +111,36 @@ class RunRecord(Callback):
         self._began = self._wrote = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what every client scored."""
+        """Note what every client scored and what the round has logged so far."""
         scores = getattr(getattr(pl_module, "evaluator", None), "scores", {}).get("val")
-        if scores is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if scores is not None:
             self.history.add(trainer.current_epoch, scores)
+        # Lightning may save the run now, and one that is resumed from there has this round behind it.
+        trained, validated = (
+            dict(loop._results.metrics(on_step=False)["callback"])
+            for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop)
+        )
+        self._validated = set(validated)
+        self._note(trainer.current_epoch, trained | validated)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what the round logged."""
-        for name, value in trainer.callback_metrics.items():
-            rounds, values = self.curves.setdefault(name, ([], []))
-            number = float(value)
-            if (not rounds or rounds[-1] != trainer.current_epoch) and math.isfinite(number):
-                rounds.append(trainer.current_epoch)
-                values.append(number)
+        """Note what the round logged; what is known of an earlier validation is none of it."""
+        logged = {name: value for name, value in trainer.callback_metrics.items() if name not in self._validated}
+        self._note(trainer.current_epoch, logged)
         if time.perf_counter() - self._wrote > EVERY:
             self._write(trainer, pl_module)
+
+    def _note(self, round: int, metrics: Mapping[str, Tensor]) -> None:
+        """Add a round's numbers to the curves, or put them right."""
+        for name, number in ((name, float(value)) for name, value in metrics.items()):
+            rounds, values = self.curves.setdefault(name, ([], []))
+            if math.isfinite(number) and rounds and rounds[-1] == round:
+                values[-1] = number
+            elif math.isfinite(number):
+                rounds.append(round)
+                values.append(number)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what came after the last round, such as attacks, and write the file."""
@@ -183,25 +208,64 @@ class RunRecord(Callback):
 
 
 def settings_of(trainer: Trainer, module: Any) -> dict[str, Any]:
-    """A run's settings as a flat dict of numbers and texts: method, net, data, and all their arguments."""
+    """A run's settings as a flat dict of numbers and texts: method, net, data, defences, and all their arguments."""
     data = getattr(trainer, "datamodule", None)
     found: dict[str, Any] = {"method": type(module).__name__}
     if data is not None:
         found |= {"data": type(data).__name__, "partition": str(getattr(data, "partition", None) or "own indices")}
-        found |= {name: getattr(data, name) for name in ("fraction", "val_fraction") if hasattr(data, name)}
+        _flatten(found, "data", _data_arguments(data))
         federation = getattr(data, "federation", None)
         if federation is not None:
             found["clients"] = federation.num_clients
     found["rounds"] = trainer.max_epochs
-    arguments = dict(module.hparams)
+    arguments = {name: value for name, value in module.hparams.items() if not name.startswith("_")}  # LightningCLI's
     net = arguments.pop("net", None) or {"class_path": type(getattr(module, "net", module)).__name__}
     found["net"] = str(net["class_path"]).rpartition(".")[2]
     _flatten(found, "net", net.get("init_args") or {})
     _flatten(found, "", arguments)
     optimizer = getattr(module, "server_optimizer", None)
     if optimizer is not None:
-        found["server_optimizer"] = getattr(optimizer, "__qualname__", str(optimizer)).partition(".<")[0]
+        found["server_optimizer"] = _maker(optimizer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, DifferentialPrivacyCallback):
+            name = f"defence.{type(callback).__name__}"
+            found[name] = True
+            _flatten(found, name, _arguments(callback))
     return {**found, "precision": str(trainer.precision)}
+
+
+def _data_arguments(data: Any) -> dict[str, Any]:
+    """Plain arguments of a DataModule that tell experiments apart: not the seed, nor where the files are."""
+    arguments = dict(data.hparams) or _arguments(data)
+    manifest = getattr(data, "manifest", None)
+    if manifest is not None:
+        arguments["manifest"] = manifest.index_hash
+    return {name: value for name, value in arguments.items() if name not in ELSEWHERE and _plain(value)}
+
+
+def _arguments(made: Any) -> dict[str, Any]:
+    """Arguments that an object was made with, those that its class passes on included, if kept under their names."""
+    makers = [vars(kind)["__init__"] for kind in type(made).__mro__ if "__init__" in vars(kind)]
+    names = dict.fromkeys(name for maker in makers for name in inspect.signature(maker).parameters)
+    return {name: getattr(made, name) for name in names if hasattr(made, name)}
+
+
+def _plain(value: Any) -> bool:
+    several = isinstance(value, list | tuple) and all(map(_plain, value))
+    return several or value is None or isinstance(value, bool | int | float | str)
+
+
+def _maker(maker: Any) -> str:
+    """What makes the server's optimizer; the command line hides the class in a ``partial`` of its own function.
+
+    Example:
+        >>> _maker(functools.partial(torch.optim.SGD, lr=0.1))
+        'SGD(lr=0.1)'
+    """
+    if isinstance(maker, functools.partial):
+        kind = next((value for value in maker.args if isinstance(value, type)), maker.func)
+        return f"{_maker(kind)}({', '.join(f'{name}={value}' for name, value in maker.keywords.items())})"
+    return str(getattr(maker, "__qualname__", type(maker).__qualname__)).partition(".<")[0]
 
 
 def groups_of(module: Any) -> dict[str, list[Any]]:
@@ -221,7 +285,13 @@ def _flatten(into: dict[str, Any], prefix: str, values: Mapping[str, Any]) -> No
         if isinstance(value, Mapping):
             _flatten(into, name, value)
         else:
-            into[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
+            into[name] = value if value is None or isinstance(value, bool | int | float | str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    """A value as a text that is the same in every process, and of long ones the beginning and a hash."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    return text if len(text) <= LONG else f"{text[:LONG]}... {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def read_record(path: Path) -> dict[str, Any]:

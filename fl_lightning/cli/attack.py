@@ -19,7 +19,7 @@ from fl_lightning.callbacks import (
     ModelInversionCallback,
 )
 from fl_lightning.callbacks.attacks import AttackCallback
-from fl_lightning.cli.lightning import FederatedCLI, given
+from fl_lightning.cli.lightning import FederatedCLI, check_named, given
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.views import VIEWS
 from fl_lightning.view import View
@@ -53,8 +53,11 @@ class AttackCLI(FederatedCLI):
 def main(argv: list[str]) -> None:
     """Run the command; ``argv`` begins with its name."""
     cli = AttackCLI(given(argv, argv[1:]))
+    if cli.config["dry_run"]:
+        raise FederationError("--dry_run is an option of fit, not of attack.")
     if cli.config["ckpt_path"] is None:
         raise FederationError("Say which run is attacked: --ckpt_path runs/.../last.ckpt.")
+    check_named(cli.config["ckpt_path"])
     options = dict(cli.config["options"] or {})
     if cli.config["view"]:
         options["views"] = cli.config["view"]
@@ -76,7 +79,8 @@ def main(argv: list[str]) -> None:
             limit_test_batches=1,
             callbacks=[*defences, attack],
         )
-        saved = {"ckpt_path": cli.config["ckpt_path"], "weights_only": cli.config["weights_only"]}
+        known = inspect.signature(trainer.test).parameters  # before 2.6 Lightning has no weights_only
+        saved = {name: cli.config[name] for name in ("ckpt_path", "weights_only") if name in known}
         trainer.test(cli.model, datamodule=cli.datamodule, verbose=False, **saved)
     assert attack.report is not None
     print(attack.report.markdown())

@@ -194,6 +194,7 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
         more["weights"] = [[round(weight, 4) for weight in by_client] for by_client in weights.tolist()]
     return {
         **more,
+        "method": type(module).__name__,
         "metrics": metrics,
         "rounds": len(curve),
         "seconds": round(recorder.elapsed(), 1),

@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command; what the user can put right ends in one sentence and exit code 2."""
+    """Run a command; what the user can put right ends in one sentence and exit code 2, Ctrl-C in one and 130."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -85,6 +85,9 @@ def _run(arguments: list[str]) -> None:
         command.main(arguments)
     except BrokenPipeError:  # the reader, such as head, has seen enough; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt as stop:
+        print(f"fl-lightning: {stop or 'Stopped.'}", file=sys.stderr)
+        raise SystemExit(130) from None
     except Exception as error:
         # A command that needs no Lightning does not wait for it.
         fabric = sys.modules.get("lightning.fabric.utilities.exceptions")

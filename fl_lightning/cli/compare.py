@@ -137,7 +137,7 @@ SHEETS: tuple[Callable[[Sequence[Experiment]], Sheet | None], ...] = (summary, p
 
 def _population(name: str) -> Callable[[Run], float | None]:
     def mean(run: Run) -> float | None:
-        clients = run.populations.get(name)
+        clients = run.populations.get(name) if run.accuracy.size else None
         known = [value for value in run.accuracy[-1][clients] if value == value] if clients else []
         return statistics.fmean(known) if known else None
 

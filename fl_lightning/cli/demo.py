@@ -21,6 +21,7 @@ from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.report import write_report
 from fl_lightning.cli.runs import find
 from fl_lightning.datamodules import Digits, Unimodal
+from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedProx, Local
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import MLP
@@ -115,6 +116,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=str, default=str(FOLDER), help="folder for the runs, the picture and the report")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each run")
     options = parser.parse_args(argv[1:])
+    if options.rounds < 1:
+        raise FederationError(f"--rounds must be 1 or more, not {options.rounds}.")
     demo(Path(options.out), options.rounds)
 
 

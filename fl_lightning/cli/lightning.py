@@ -22,6 +22,9 @@ from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 
+#: The largest seed.
+SEEDS = 2**32 - 1
+
 
 class FederatedCLI(LightningCLI):
     """LightningCLI with federated methods as models and federations as data.
@@ -50,6 +53,13 @@ class FederatedCLI(LightningCLI):
         name = self.config.get("subcommand")
         with persistence.readable(self.config[name].get("ckpt_path") if name else None):
             super()._parse_ckpt_path()
+
+    def _set_seed(self) -> None:
+        """Refuse what NumPy would not take."""
+        seed = self._get(self.config, "seed_everything")
+        if not 0 <= seed <= SEEDS:
+            raise FederationError(f"seed_everything must lie between 0 and {SEEDS}, not at {seed}.")
+        super()._set_seed()
 
     def _dump_config(self) -> None:
         """LightningCLI wants a place for the linked number of classes, also in nets that have no other argument."""
@@ -94,7 +104,14 @@ class FederatedCLI(LightningCLI):
         """Refuse to try what cannot be tried."""
         if subcommand != "fit" and self._get(self.config, "dry_run"):
             raise FederationError(f"--dry_run is an option of fit, not of {subcommand}.")
+        check_named(self._get(self.config, "ckpt_path"))
         super()._run_subcommand(subcommand)
+
+
+def check_named(checkpoint: str | None) -> None:
+    """Refuse ``best``, of which a command knows nothing: Lightning means the best of a fit in the same process."""
+    if checkpoint == "best":
+        raise FederationError("Which checkpoint is the best is not known here: --ckpt_path takes a file.")
 
 
 def main(argv: list[str]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shutil
 import statistics
-import threading
+import traceback
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from fl_lightning.cli.tables import (
     table,
     tables,
 )
+from fl_lightning.cli.workers import Workers
 from fl_lightning.errors import FederationError
 from fl_lightning.view import View
 
@@ -70,30 +70,41 @@ def build_parser() -> FederatedArgumentParser:
 def main(argv: list[str]) -> None:
     """Run the command; ``argv`` begins with its name."""
     options = build_parser().parse_args(argv[1:])
+    options.seeds = list(dict.fromkeys(options.seeds))
     if options.list or options.table is None:
         for name, cells in tables().items():
             print(f"{name:<32} {len(cells):>3} cells, {len(_runs(cells, None)):>3} runs per seed")
         return
+    for option in ("jobs", "rounds"):
+        if (number := options[option]) is not None and number < 1:
+            raise FederationError(f"--{option} must be 1 or more, not {number}.")
     cells = select(table(options.table), dict(_condition(text) for text in options.only))
     runs = _runs(cells, options.rounds)
     if options.show:
         print(yaml.safe_dump_all(runs.values(), sort_keys=False))
         return
     console, records = Console(quiet=options.quiet), Records(Path(options.runs), Path(options.results) / "runs")
-    if not options.cached:
-        _run_all(console, records, runs, options.seeds, options.jobs)
+    failed = {} if options.cached else _run_all(console, records, runs, options.seeds, options.jobs)
     for config in runs.values():
         for seed in options.seeds:
             records.keep(config, seed)
     rows = [{**cell, "measured": measure(records, cell, options.seeds, options.rounds)} for cell in cells]
     rows = [row for row in rows if row["measured"] is not None]
-    if not rows:
+    if not rows and not failed:
         raise FederationError("None of these cells has a finished run: leave --cached out to run them.")
-    console.print(render(options.table, rows))
-    written = write_results(Path(options.results), options.table, rows)
-    draw(records, options.table, cells, options.seeds, options.rounds, Path(options.docs) / "pictures")
-    write_page(Path(options.results), Path(options.docs))
-    console.print(f"wrote {written} and {Path(options.docs) / 'results.md'}")
+    if rows:
+        console.print(render(options.table, rows))
+        written, lesser = write_results(Path(options.results), options.table, rows)
+        if lesser:
+            console.print(f"{len(lesser)} of the rows stay as they were in {written}: they have more rounds or seeds")
+        drawn = [cell for cell in cells if _key(cell) not in map(_key, lesser)]
+        if drawn:
+            draw(records, options.table, drawn, options.seeds, options.rounds, Path(options.docs) / "pictures")
+        write_page(Path(options.results), Path(options.docs))
+        console.print(f"wrote {written} and {Path(options.docs) / 'results.md'}")
+    if failed:
+        told = "; ".join(f"{name} ({reason})" for name, reason in failed.items())
+        raise FederationError(f"Not all runs were finished, the same command tries again those that failed: {told}.")
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -116,46 +127,56 @@ def _runs(cells: list[Cell], rounds: int | None) -> dict[str, Config]:
     return {config_hash(config): config for config in (_config(cell, rounds) for cell in asked)}
 
 
-def _run_all(console: Console, records: Records, runs: dict[str, Config], seeds: list[int], jobs: int) -> None:
+def _run_all(
+    console: Console, records: Records, runs: dict[str, Config], seeds: list[int], jobs: int
+) -> dict[str, str]:
+    """Run what is not finished; returns what went wrong, by name of the run."""
     asked = [(config, seed) for seed in seeds for config in runs.values()]
     todo = [run for run in asked if records.result(*run) is None]
     old = sum(records.is_only_recorded(*run) for run in asked)
     known = f" ({old} taken from {records.folder}: with another --results they run again)" if old else ""
     console.print(f"{len(asked)} runs, {len(todo)} of them to do, {jobs} at a time{known}")
-    root = records.runs
-    # Spawned, not forked: every run starts from a clean process, with threads of its own.
-    context = multiprocessing.get_context("spawn")
     view = View("run", len(todo), quiet=console.quiet or not todo, console=console)
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool, view:
-        waiting = {pool.submit(run_cell, root, config, seed): (config, seed) for config, seed in todo}
-        left, done = set(waiting), 0
-        while left:
-            ended, left = wait(left, timeout=1.0, return_when=FIRST_COMPLETED)
-            for future in ended:
+    failed: dict[str, str] = {}
+    left, done = iter(todo), 0
+    with _kept(), Workers(jobs) as workers, view:
+        while done < len(todo):
+            while workers.free and (run := next(left, None)):
+                workers.begin(run_cell, records.runs, *run)
+            for (_, config, seed), future in workers.ended():
                 done += 1
-                config, seed = waiting[future]
-                result = future.result()
-                accuracy, seconds = result["metrics"]["local_test_acc"], result["seconds"]
-                line = f"{done}/{len(todo)} {_name(config, seed)}: {accuracy:.2f} in {seconds:.0f} s"
-                view.print(line)
-            running = [(waiting[future], part) for future in left if (part := progress_of(root, *waiting[future]))]
-            facts = (f"{_name(*run)} {part.rounds}/{part.total} {part.accuracy:.1f} %" for run, part in running)
-            view.update(done + sum(part.rounds / part.total for _, part in running), *facts)
+                name, error = _name(config, seed), future.exception()
+                if error is not None:
+                    failed[name] = _reason(error)
+                view.print(f"{done}/{len(todo)} {name}: {failed.get(name) or _outcome(future.result())}")
+            parts = [(call, part) for call in workers.running.values() if (part := progress_of(*call))]
+            facts = (f"{_name(*call[1:])} {part.rounds}/{part.total} {part.accuracy:.1f} %" for call, part in parts)
+            view.update(done + sum(part.rounds / part.total for _, part in parts), *facts)
+    return failed
 
 
-def end_with_parent() -> None:
-    """Let this process end as soon as the one that started it does, however that was ended.
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Say what becomes of the runs when someone stops the command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("Stopped: finished runs are kept, and the same command goes on.") from None
 
-    Else a run would go on after its command was killed, beside the one that a new command starts in the same folder.
-    """
 
-    def watch() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+def _outcome(result: dict[str, Any]) -> str:
+    return f"{result['metrics']['local_test_acc']:.2f} in {result['seconds']:.0f} s"
 
-    threading.Thread(target=watch, daemon=True).start()
+
+def _reason(error: BaseException) -> str:
+    """Why a run failed, in a few words; of what nobody expected, where it happened is printed too."""
+    if isinstance(error, BrokenProcessPool):
+        return "its process was killed"
+    text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, FederationError):
+        return text
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {text}"
 
 
 def _name(config: Config, seed: int) -> str:
@@ -302,16 +323,32 @@ def _finished(records: Records, cell: Cell, seeds: list[int], rounds: int | None
     return [found for seed in seeds if (found := records.result(_config(cell, rounds), seed)) is not None]
 
 
-def write_results(folder: Path, name: str, rows: list[Cell]) -> Path:
-    """Write the rows into the table's file; rows of other cells that are there stay."""
+def write_results(folder: Path, name: str, rows: list[Cell]) -> tuple[Path, list[Cell]]:
+    """Write the rows into the table's file; rows of other cells that are there stay, and those that rest on more.
+
+    Returns:
+        The file, and the rows that were not written as the file has a better one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name.replace('/', '_')}.json"
-    old = json.loads(path.read_text()) if path.exists() else []
-    merged = {_key(row): row for row in [*old, *rows]}
+    merged = {_key(row): row for row in (json.loads(path.read_text()) if path.exists() else [])}
+    lesser = [row for row in rows if (old := merged.get(_key(row))) and _outweighs(old["measured"], row["measured"])]
+    merged |= {_key(row): row for row in rows if row not in lesser}
     order = {_key(cell): i for i, cell in enumerate(table(name))}
     ordered = sorted(merged.values(), key=lambda row: order.get(_key(row), len(order)))
     path.write_text(json.dumps(ordered, indent=1) + "\n")
-    return path
+    return path, lesser
+
+
+def _outweighs(old: Measured, new: Measured) -> bool:
+    """Whether a trial must not replace what was measured: it has fewer rounds, or as many and only some of the seeds.
+
+    Example:
+        >>> _outweighs({"rounds": 50, "seeds": [0, 1]}, {"rounds": 50, "seeds": [1]})
+        True
+    """
+    more_seeds = set(old["seeds"]) > set(new["seeds"])
+    return bool(old["rounds"] > new["rounds"] or (old["rounds"] == new["rounds"] and more_seeds))
 
 
 def _key(cell: Cell) -> str:

@@ -31,13 +31,12 @@ def figure(value: float | None, std: float | None) -> str:
 
 
 def write_page(results: Path, docs: Path) -> None:
-    """Write ``docs/results.md`` from all result files."""
+    """Write ``docs/results.md`` from the result files of all tables; other files in the folder are let be."""
     parts, known = [HEAD], {name.replace("/", "_"): name.replace("/", "-") for name in tables()}
-    for path in sorted(results.glob("*.json")):
+    for path in sorted(path for path in results.glob("*.json") if path.stem in known):
         rows: list[dict[str, Any]] = json.loads(path.read_text())
         parts.append(section(path.stem, rows))
-        name = known.get(path.stem, path.stem)
-        for picture in sorted((docs / "pictures").glob(f"results-{name}-*.png")):
+        for picture in sorted((docs / "pictures").glob(f"results-{known[path.stem]}-*.png")):
             parts.append(f"![{picture.stem.removeprefix('results-')}](pictures/{picture.name})\n")
     docs.mkdir(parents=True, exist_ok=True)
     (docs / "results.md").write_text("\n".join(parts))

@@ -22,6 +22,8 @@ from fl_lightning.pictures import Values
 Curve = tuple[list[int], list[float]]
 #: Settings that tell repetitions of one experiment apart, not experiments.
 REPEATED = ("seed",)
+#: What is read of the result of a cell.
+NEEDED = {"metrics", "rounds", "seconds", "engine", "bytes", "curves", "clients", "modes"}
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def _recorded(folder: Path) -> Run:
         settings=found["settings"],
         curves={name: (curve["rounds"], curve["values"]) for name, curve in found["curves"].items()},
         rounds=clients["rounds"],
-        accuracy=np.array(clients["accuracy"], dtype=np.float64).reshape(len(clients["rounds"]), -1),
+        accuracy=np.array(clients["accuracy"] or np.empty((0, 0)), dtype=np.float64),
         groups=found["groups"],
         traffic=tuple(found["bytes"]) if found["bytes"] else None,
         seconds=found["seconds"],
@@ -147,13 +149,15 @@ def _recorded(folder: Path) -> Run:
 
 def _reproduced(folder: Path) -> Run:
     """A cell of ``fl-lightning reproduce``, which keeps its figures in percent."""
-    found = json.loads((folder / RESULT).read_text())
+    found = _result(folder / RESULT)
+    run, _, seed = folder.name.rpartition("-seed")
+    method = {"method": found["method"]} if "method" in found else {}  # results of older versions have none
     names = {"local_test_acc": "val/acc", "majority": "val/acc_majority", "minority": "val/acc_minority"}
     curves = {names[k]: (list(range(len(v))), [x / 100 for x in v]) for k, v in found["curves"].items() if k in names}
     return Run(
         name=folder.name,
         path=folder,
-        settings={"run": folder.name.rpartition("-seed")[0], "seed": folder.name.rpartition("-seed")[2]},
+        settings={**method, "run": run, "seed": seed},
         curves=curves,
         rounds=[found["rounds"] - 1],
         accuracy=np.array([found["clients"]], dtype=np.float64) / 100,
@@ -163,6 +167,17 @@ def _reproduced(folder: Path) -> Run:
         engine=found["engine"],
         parameters=found["metrics"].get("parameters"),
     )
+
+
+def _result(path: Path) -> dict[str, Any]:
+    """What a cell came to, or a sentence that says what is wrong with the file."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise FederationError(f"{path} cannot be read: remove it and run the cell again.") from error
+    if not isinstance(found, dict) or not found.keys() >= NEEDED:
+        raise FederationError(f"{path} is not the result of a cell of fl-lightning reproduce.")
+    return found
 
 
 def _logged(folder: Path) -> Run:
@@ -188,7 +203,7 @@ def _hparams(folder: Path) -> dict[str, Any]:
 
 
 def _named(runs: list[Run]) -> list[Run]:
-    """Runs called by method and by what else differs among runs of one method, else by their folders."""
+    """Runs called by method and by what else differs among runs of one method, else by their hashes or folders."""
     differing = {key for run in runs for key in run.settings if _differs(key, runs)} - {"method", *REPEATED}
     names = []
     for run in runs:
@@ -196,7 +211,7 @@ def _named(runs: list[Run]) -> list[Run]:
         apart = [key for key in run.settings if key in differing and _differs(key, same)]
         told = ", ".join(f"{key.rpartition('.')[2]}={run.settings[key]}" for key in apart)
         method = run.settings.get("method")
-        names.append(f"{method} ({told})" if method and told else method or _short(run.path))
+        names.append(f"{method} ({told})" if method and told else method or run.settings.get("run") or _short(run.path))
     unique = [
         f"{name} [{_short(run.path)}]" if _clash(i, names, runs) else name
         for i, (name, run) in enumerate(zip(names, runs, strict=True))

@@ -123,6 +123,16 @@ def test_passes_are_those_of_the_clients_and_survive_a_resume(tmp_path: Path) ->
     assert part.bias == whole.bias
 
 
+def test_a_run_that_is_stopped_after_its_last_round_compares_when_resumed(tmp_path: Path) -> None:
+    """Its checkpoint is that of the last round, so Lightning does not train again."""
+    whole = ParameterBiasCallback(folder=str(tmp_path / "a"))
+    run(make(FedAvg), tmp_path / "whole", whole)
+    stopped(make(FedAvg), tmp_path / "part", Stop("on_fit_end", 1, kill), ParameterBiasCallback())
+    part = ParameterBiasCallback(folder=str(tmp_path / "b"))
+    run(make(FedAvg), tmp_path / "part", part, ckpt_path=str(tmp_path / "part" / "last.ckpt"))
+    assert part.bias == whole.bias != {}
+
+
 def test_the_models_of_clusters_that_have_clients_are_compared(tmp_path: Path) -> None:
     """Clients choose the second or the third of three models: the first, which stays as it was drawn, plays no part."""
     callback, method = ParameterBiasCallback(folder=str(tmp_path)), IFCA(lenet(), clusters=3, lr=0.1, engine="stacked")

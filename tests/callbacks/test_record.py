@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from fl_lightning.callbacks import RunRecord
-from fl_lightning.callbacks.record import ClientHistory, read_record
+from fl_lightning.callbacks import DifferentialPrivacyCallback, RunRecord, record
+from fl_lightning.callbacks.record import ClientHistory, read_record, settings_of
+from fl_lightning.datamodules import MNIST, FederatedDataModule, TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedPer
+from fl_lightning.optim import FedAdam
 from tests.support import blobs, fit, mlp, weights
 
 
@@ -58,6 +61,71 @@ def test_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:
             assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
     assert again["clients"] == whole["clients"]
     assert again["steps"] == whole["steps"]
+
+
+def test_a_run_that_was_saved_after_a_validation_has_all_of_it(tmp_path: Path) -> None:
+    """Where not every round is validated, Lightning saves before the round is over and does not end it again."""
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
+    every: dict[str, Any] = {"check_val_every_n_epoch": 2}
+    whole = recorded(tmp_path / "whole", 5, (saver, DifferentialPrivacyCallback()), enable_checkpointing=True, **every)
+    ckpt_path = str(tmp_path / "epoch=1.ckpt")
+    again = recorded(tmp_path / "again", 5, (DifferentialPrivacyCallback(),), ckpt_path=ckpt_path, **every)
+    assert again["curves"].keys() == whole["curves"].keys() >= {"privacy/epsilon", "train/loss"}
+    for name, curve in whole["curves"].items():
+        assert curve["rounds"] == again["curves"][name]["rounds"] == ([1, 3] if "val/" in name else [0, 1, 2, 3, 4])
+        if not name.startswith("time/"):
+            assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
+
+
+def settings(data: FederatedDataModule | None = None, *callbacks: Callback, **options: Any) -> dict[str, Any]:
+    module = FedAvg(mlp(), engine="stacked", **options)
+    return settings_of(fit(module, data or blobs(), 1, callbacks=list(callbacks)), module)
+
+
+def test_settings_tell_runs_on_other_data_and_with_other_defences_apart() -> None:
+    made = [
+        settings(blobs(eval_only=[0, 1])),
+        settings(blobs(eval_only=[0])),
+        settings(blobs(fraction=0.5)),
+        settings(blobs(), DifferentialPrivacyCallback()),
+        settings(blobs(), DifferentialPrivacyCallback(clip=2.0)),
+        settings(),
+    ]
+    assert len({json.dumps(one) for one in made}) == len(made)
+    assert made[0]["data.eval_only"] == "[0, 1]"
+    assert made[4]["defence.DifferentialPrivacyCallback.clip"] == 2.0
+    kept = {key for key in made[0] if key.startswith("data.")}
+    assert {"data.fraction", "data.limit", "data.augment", "data.val_fraction"} <= kept
+    assert not kept & {"data.seed", "data.root", "data.download", "data.inputs"}
+    assert settings(blobs(seed=1)) == settings(blobs(seed=2))
+
+
+def test_the_data_sets_own_arguments_and_saved_ones_are_settings() -> None:
+    class Saved(TensorFederation):
+        def __init__(self, blur: float, **kwargs: Any) -> None:
+            super().__init__(torch.rand(40, 20), torch.arange(40) % 4, num_classes=4, **kwargs)
+            self.save_hyperparameters()
+
+    assert settings(Saved(0.5, seed=3))["data.blur"] == 0.5
+    assert "data.seed" not in settings(Saved(0.5, seed=3))
+    found = record._data_arguments(MNIST(standardize=False, limit=30, root="here", download=False))
+    assert (found["standardize"], found["limit"]) == (False, 30)
+    assert not found.keys() & {"root", "download"}
+
+
+def test_a_server_optimizer_is_told_by_class_and_arguments() -> None:
+    """The command line makes partials of a function of its own, whose text holds addresses in memory."""
+    hidden = functools.partial(lambda make, kind, *args, **kwargs: kind(*args, **kwargs), object(), FedAdam, lr=0.1)
+    assert settings(server_optimizer=hidden)["server_optimizer"] == "FedAdam(lr=0.1)"
+    assert settings(server_optimizer=FedAdam)["server_optimizer"] == "FedAdam"
+
+
+def test_settings_are_the_same_texts_in_every_process() -> None:
+    found: dict[str, Any] = {}
+    record._flatten(found, "", {"a": object(), "long": list(range(1000)), "other": list(range(1001))})
+    assert found["a"] == "<object object>"
+    assert found["long"] != found["other"]
+    assert len(found["long"]) < 300
 
 
 def test_a_run_that_breaks_off_leaves_what_there_is(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fl_lightning.cli import cells, figures, main, reproduce
+from fl_lightning.callbacks import MembershipInferenceCallback
+from fl_lightning.cli import attack, cells, figures, main, reproduce
 from fl_lightning.cli.tables import config_of, run_metric, select, table
 from tests.cli.test_cli import QUICKSTART, QUIET, refused
 from tests.cli.test_reproduce import TINY
@@ -75,12 +76,35 @@ def test_the_configuration_that_a_run_saved_serves_the_attack_on_it(monkeypatch:
 def test_what_cannot_be_attacked(capsys: pytest.CaptureFixture[str]) -> None:
     attack = ["attack", "--config", QUICKSTART]
     assert "Say which run is attacked" in refused(capsys, *attack)
+    assert "--dry_run is an option of fit" in refused(capsys, *attack, "--ckpt_path", "no.ckpt", "--dry_run")
+    assert "--ckpt_path takes a file" in refused(capsys, *attack, "--ckpt_path", "best")
     assert "There is no checkpoint no.ckpt" in refused(capsys, *attack, "--ckpt_path", "no.ckpt")
     assert "expected one of membership, inversion, leakage" in refused(capsys, *attack, "--attack", "bribery")
     options = ["--ckpt_path", "no.ckpt", "--options", '{"bribe": 3}']
     assert "The membership attack has no option 'bribe'" in refused(capsys, *attack, *options)
     views = ["--ckpt_path", "no.ckpt", "--view", "outsider", "spy"]
     assert "There is no view 'spy': choose among outsider" in refused(capsys, *attack, *views)
+
+
+def test_a_lightning_that_knows_no_weights_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As before 2.6: the checkpoint is looked for, not the argument refused."""
+
+    class Older(attack.Trainer):
+        def test(
+            self,
+            model: Any = None,
+            dataloaders: Any = None,
+            ckpt_path: Any = None,
+            verbose: bool = True,
+            datamodule: Any = None,
+        ) -> Any:
+            return super().test(model, dataloaders, ckpt_path, verbose, datamodule)
+
+    monkeypatch.setattr(attack, "Trainer", Older)
+    argv = ["attack", "--config", QUICKSTART, "--ckpt_path", "no.ckpt", "--weights_only", "true"]
+    assert "There is no checkpoint no.ckpt" in refused(capsys, *argv)
 
 
 def test_published_attacks_have_runs() -> None:
@@ -123,6 +147,32 @@ def test_cells_with_attacks_and_their_pictures(tmp_path: Path, monkeypatch: pyte
         name = f"results-waffle_factor_journal-table3-cifar10-1000_samples_per_client-{kind}.png"
         assert Path("docs/pictures", name).stat().st_size > 5000
         assert f"](pictures/{name})" in page
+
+
+def test_a_run_that_is_stopped_in_its_attack_attacks_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint is that of the last round, so Lightning does not train again."""
+    attack = {"class_path": "MembershipInferenceCallback", "init_args": {"shadows": 1, "clients": 2}}
+    config = {**TINY, "trainer": {"max_epochs": cells.EVERY, "callbacks": [attack]}}
+    whole = cells.run_cell(tmp_path / "whole", config, seed=0)
+    strikes: list[int] = []
+    real = MembershipInferenceCallback.strike
+
+    def killed(self: Any, *args: Any) -> Any:
+        strikes.append(0)
+        if len(strikes) == 1:
+            raise RuntimeError("killed")
+        return real(self, *args)
+
+    monkeypatch.setattr(MembershipInferenceCallback, "strike", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        cells.run_cell(tmp_path / "part", config, seed=0)
+    part = cells.run_cell(tmp_path / "part", config, seed=0)
+    assert "mia_accuracy" in whole["metrics"]
+    assert part["metrics"] == whole["metrics"]
+    cells.run_cell(tmp_path / "again", config, seed=0)
+    assert len(strikes) == 3  # once a run, though training and fit both end
 
 
 def test_every_method_has_a_style_of_its_own() -> None:

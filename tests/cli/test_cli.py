@@ -14,7 +14,9 @@ import yaml
 from fl_lightning import methods
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.compare import experiments_of
 from fl_lightning.cli.lightning import FederatedCLI
+from fl_lightning.cli.runs import find
 from fl_lightning.methods import FedAvg
 from fl_lightning.nets import NETS
 
@@ -85,6 +87,17 @@ def test_print_config_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
         Path("printed.yaml").write_text(texts[-1])
     assert texts[0] == texts[1]
     assert yaml.safe_load(texts[0])["model"]["init_args"]["server_optimizer"]["class_path"] == "fl_lightning.optim.Yogi"
+
+
+def test_seeds_of_a_run_with_a_server_optimizer_are_one_experiment() -> None:
+    options = ["--config", QUICKSTART, "--quiet", "--trainer.max_epochs=1", "--model.engine=stacked"]
+    for seed, lr in ((0, 0.1), (1, 0.1), (1, 0.2)):
+        server = ["--model.server_optimizer=Yogi", f"--model.server_optimizer.lr={lr}"]
+        main(["fit", *options, *server, f"--seed_everything={seed}"])
+    runs = find(["runs"])
+    assert [len(one.runs) for one in experiments_of(runs)] == [2, 1]
+    assert runs[0].settings["server_optimizer"] == "Yogi(lr=0.1, betas=(0.9, 0.99), tau=0.001)"
+    assert not any(key.startswith("_") for key in runs[0].settings)
 
 
 def test_options_reach_the_method() -> None:
@@ -190,11 +203,22 @@ def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> No
         (["--model.engine", "warp"], "There is no engine 'warp'"),
         (["--trainer.gradient_clip_val", "1"], "use the method's clip_norm"),
         (["--ckpt_path", "nope.ckpt"], "There is no checkpoint nope.ckpt"),
+        (["--ckpt_path", "best"], "--ckpt_path takes a file"),
+        (["--seed_everything", "-1"], "seed_everything must lie between 0 and 4294967295, not at -1"),
+        (["--seed_everything", "4294967296"], "seed_everything must lie between"),
         (["--data", "MNIST", "--data.root", "nowhere", "--data.download", "false"], "nowhere/MNIST/raw"),
     ],
 )
 def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sentence in refused(capsys, "fit", "--config", QUICKSTART, *QUIET, *argv)
+
+
+def test_bad_input_of_other_commands_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--ckpt_path takes a file" in refused(capsys, "test", "--config", QUICKSTART, "--ckpt_path", "best")
+    assert "--rounds must be 1 or more, not 0" in refused(capsys, "demo", "--rounds", "0")
+    for option in ("--jobs", "--rounds"):
+        said = refused(capsys, "reproduce", "waffle_factor_journal/table2", option, "0")
+        assert f"{option} must be 1 or more, not 0" in said
 
 
 def test_damaged_and_foreign_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:

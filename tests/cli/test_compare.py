@@ -150,8 +150,8 @@ def test_quiet_prints_nothing(make: Maker, tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == ""
 
 
-def test_cells_of_reproduce_are_runs(tmp_path: Path) -> None:
-    folder = tmp_path / "0123-seed2"
+def cell(folder: Path, accuracy: float = 70.0, **more: Any) -> None:
+    """Writes the result of a cell of ``reproduce``."""
     folder.mkdir()
     result = {
         "metrics": {"parameters": 10},
@@ -159,15 +159,49 @@ def test_cells_of_reproduce_are_runs(tmp_path: Path) -> None:
         "seconds": 3.0,
         "engine": "captured",
         "bytes": [1, 2],
-        "curves": {"local_test_acc": [50.0, 70.0]},
-        "clients": [60.0, 80.0],
+        "curves": {"local_test_acc": [50.0, accuracy]},
+        "clients": [accuracy - 10, accuracy + 10],
         "modes": [],
+        **more,
     }
     (folder / "result.json").write_text(json.dumps(result))
+
+
+def test_cells_of_reproduce_are_runs(tmp_path: Path) -> None:
+    cell(tmp_path / "0123-seed2")
     (run,) = find([str(tmp_path)])
     assert run.curves["val/acc"] == ([0, 1], [0.5, 0.7])
     assert run.final["val/acc"] == 0.7
     assert (run.settings["seed"], run.engine) == ("2", "captured")
+
+
+@pytest.mark.parametrize(
+    ("more", "names"), [({}, ["0123", "4567"]), ({"method": "FedAvg"}, ["FedAvg (run=0123)", "FedAvg (run=4567)"])]
+)
+def test_cells_are_averaged_over_their_seeds(more: dict[str, str], names: list[str], tmp_path: Path) -> None:
+    for name, accuracy in (("0123-seed0", 60.0), ("0123-seed1", 80.0), ("4567-seed0", 90.0)):
+        cell(tmp_path / name, accuracy, **more)
+    experiments = experiments_of(find([str(tmp_path)]))
+    assert [one.name for one in experiments] == names
+    assert [row[1] for row in summary(experiments).rows] == ["70.00 ± 14.14", "90.00"]
+
+
+def test_a_run_without_a_validated_round(make: Maker, tmp_path: Path) -> None:
+    path = make("FedAvg") / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"curves": {}, "clients": {"rounds": [], "accuracy": []}}))
+    main(["compare", str(tmp_path), "--out", str(tmp_path / "alone"), "--quiet"])
+    make("Local", final=0.6)
+    main(["compare", str(tmp_path), "--out", str(tmp_path / "out"), "--quiet"])
+    assert "| Local | **60.00** |" in (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("{", "cannot be read"), ("[]", "is not the"), ("{}", "is not the")])
+def test_a_damaged_result_is_a_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    cell(tmp_path / "0123-seed0")
+    (tmp_path / "0123-seed0" / "result.json").write_text(text)
+    with pytest.raises(FederationError, match=sentence):
+        find([str(tmp_path)])
 
 
 def test_runs_with_tensorboards_events_alone(tmp_path: Path) -> None:

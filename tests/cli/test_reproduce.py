@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.cli.records import Records
 from fl_lightning.cli.results import time_of
 from fl_lightning.cli.tables import config_hash, config_of, line_name, scale_of, select, table, tables
+from fl_lightning.cli.workers import Workers
 from fl_lightning.errors import FederationError
 
 TINY: dict[str, Any] = {
@@ -151,38 +149,47 @@ def test_weights_of_the_agents_by_round_are_kept_and_drawn(tmp_path: Path, monke
     assert (tmp_path / "results-waffle_avg-table1-mnist-distribution_C-weights.png").stat().st_size > 5000
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to see processes in")
-def test_runs_end_with_a_command_that_is_killed() -> None:
-    """A run that went on would write into the folder of the one that resumes it."""
-    code = (
-        "import multiprocessing, os, time\n"
-        "from concurrent.futures import ProcessPoolExecutor\n"
-        "from fl_lightning.cli.reproduce import end_with_parent\n"
-        "if __name__ == '__main__':\n"
-        "    context = multiprocessing.get_context('spawn')\n"
-        "    pool = ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent)\n"
-        "    print(pool.submit(os.getpid).result(), flush=True)\n"
-        "    pool.submit(time.sleep, 600)\n"
-        "    time.sleep(600)\n"
-    )
-    Path("command.py").write_text(code)
-    command = subprocess.Popen([sys.executable, "command.py"], stdout=subprocess.PIPE, text=True)
-    assert command.stdout is not None
-    run = Path("/proc") / command.stdout.readline().strip() / "stat"
+def test_a_run_that_fails_leaves_the_others_and_is_named_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {**TINY, "trainer": {"max_epochs": 1}}
+    bad = json.loads(json.dumps(good))
+    bad["data"]["init_args"]["partition"]["init_args"]["clients"] = [800, 400]
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: bad if cell["method"] == "fedavg" else good)
+    only = ["--only", "dataset=mnist", "method=fedavg,fedprox", "partition=unimodal_Z2"]
+    with pytest.raises(SystemExit) as end:
+        main(["reproduce", "waffle_factor_journal/table2", *only, "--quiet"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"FedAvg Digits {config_hash(bad)} seed 0 (" in said
+    assert config_hash(good) not in said
+    (row,) = json.loads(Path("results/waffle_factor_journal_table2.json").read_text())
+    assert row["method"] == "fedprox"
 
-    def goes_on() -> bool:
-        try:
-            return ") Z " not in run.read_text()  # what has ended stays to be asked about, if nobody asks
-        except OSError:
-            return False
 
-    assert goes_on()
-    command.kill()
-    command.wait()
-    end = time.monotonic() + 60
-    while goes_on() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not goes_on()
+def test_a_seed_that_is_given_twice_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(console: Any, records: Any, runs: Any, seeds: list[int], jobs: int) -> dict[str, str]:
+        asked.extend(seeds)
+        return {}
+
+    monkeypatch.setattr(reproduce, "_run_all", noted)
+    with pytest.raises(SystemExit):
+        main(["reproduce", "waffle_factor_journal/table2", "--seeds", "1", "0", "1", "--jobs", "2"])
+    assert asked == [1, 0]
+
+
+def test_ctrl_c_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def press(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Workers, "begin", lambda *args: None)
+    monkeypatch.setattr(Workers, "ended", press)
+    with pytest.raises(SystemExit) as end:
+        main(["reproduce", "waffle_factor_journal/table2", "--only", "dataset=mnist", "method=fedavg", "--jobs", "2"])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "fl-lightning: Stopped: finished runs are kept, and the same command goes on.\n"
 
 
 def test_the_time_of_a_table_counts_every_run_once() -> None:
@@ -247,7 +254,9 @@ def test_the_command_writes_results_and_page(
     for seed in (0, 1):  # in this process: the recipe above is only known here
         cells.run_cell(tmp_path / "runs", {**TINY, "trainer": {"max_epochs": 2}}, seed)
     only = ["--only", "dataset=mnist", "method=fedavg", "partition=unimodal_Z2"]
-    options = ["--seeds", "0", "1", "--runs", str(tmp_path / "runs"), "--cached"]
+    options = ["--seeds", "0", "1", "0", "--runs", str(tmp_path / "runs"), "--cached"]
+    Path("results").mkdir()
+    Path("results/notes.json").write_text("{}")  # somebody else's
     main(["reproduce", "waffle_factor_journal/table2", *only, *options])
     (row,) = json.loads(Path("results/waffle_factor_journal_table2.json").read_text())
     assert row["value"] == 94.46
@@ -259,6 +268,44 @@ def test_the_command_writes_results_and_page(
     more = ["--only", "dataset=mnist", "method=fedprox", "partition=unimodal_Z2"]
     main(["reproduce", "waffle_factor_journal/table2", *more, *options])
     assert len(json.loads(Path("results/waffle_factor_journal_table2.json").read_text())) == 2  # the first stays
+
+
+@pytest.mark.parametrize(
+    ("rounds", "seeds", "stays"),
+    [
+        (49, [0, 1, 2, 3], True),
+        (50, [1, 2], True),
+        (50, [0, 1, 2], False),  # measured again
+        (50, [2, 3], False),
+        (51, [0], False),
+    ],
+)
+def test_a_trial_does_not_replace_what_was_measured(rounds: int, seeds: list[int], stays: bool, tmp_path: Path) -> None:
+    name = "waffle_factor_journal/table2"
+    cell, other, *_ = table(name)
+    old = {**cell, "measured": {"rounds": 50, "seeds": [0, 1, 2], "mean": 1.0}}
+    new = {**cell, "measured": {"rounds": rounds, "seeds": seeds, "mean": 2.0}}
+    beside = {**other, "measured": {"rounds": 1, "seeds": [0], "mean": 3.0}}
+    assert reproduce.write_results(tmp_path, name, [old])[1] == []
+    path, lesser = reproduce.write_results(tmp_path, name, [new, beside])
+    assert json.loads(path.read_text()) == [old if stays else new, beside]
+    assert lesser == ([new] if stays else [])
+
+
+def test_the_command_says_which_rows_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(TINY)))
+    only = ["--only", "dataset=mnist", "method=fedavg", "partition=unimodal_Z2"]
+    command = ["reproduce", "waffle_factor_journal/table2", *only, "--cached", "--runs", str(tmp_path / "runs")]
+    for rounds in (2, 1):
+        cells.run_cell(tmp_path / "runs", {**TINY, "trainer": {"max_epochs": rounds}}, seed=0)
+        main([*command, "--rounds", str(rounds)])
+        if rounds == 2:
+            written = {path: path.read_bytes() for path in Path().rglob("*") if path.suffix in (".md", ".png")}
+            assert written
+    assert "1 of the rows stay as they were" in capsys.readouterr().out
+    assert all(path.read_bytes() == before for path, before in written.items())  # nor the page nor a picture
 
 
 def test_tables_outlive_their_runs(
