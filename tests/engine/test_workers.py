@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
 
 from fl_lightning.callbacks import FederatedCallback
 from fl_lightning.engine import Batch, WorkerEngine
@@ -17,8 +18,8 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, Local, WAFFLe
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import State
-from tests.engine.test_equality import differ
-from tests.support import blobs, fit, largest_difference, mlp, weights
+from tests.engine.test_equality import differ, seeded
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
 
 SETTINGS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8}
 
@@ -43,6 +44,25 @@ def test_workers_agree_with_one_process(kind: type[FederatedModule], options: di
 def test_sequential_workers_agree_bit_for_bit() -> None:
     one, two = (trained(Local, n, engine="sequential") for n in (1, 2))
     assert differ(one, two) == 0.0
+
+
+class Scaled(nn.Module):
+    """Makes a tensor of the default precision in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x * torch.full((FEATURES,), 1 / 3))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "32-true"])
+def test_workers_compute_with_the_trainers_precision(precision: str) -> None:
+    methods = [FedAvg(seeded(Scaled), **SETTINGS, engine="sequential", workers=n) for n in (1, 2)]
+    for method in methods:
+        fit(method, blobs(), rounds=2, precision=precision)
+    assert largest_difference(*map(weights, methods)) == 0.0
 
 
 def test_auto_chooses_once_for_all_workers_and_the_checkpoint_keeps_it(tmp_path: Path) -> None:
