@@ -284,4 +284,13 @@ def _work(connection: Connection, method: Any, federation: Federation, engine: s
                 layouts, memory = _pack([result.state for result in results])
                 connection.send((layouts, memory, [r.loss for r in results], [r.steps for r in results]))
             except Exception as error:  # whatever it is, the run's own process is where it belongs
-                connection.send(_Failure(error, traceback.format_exc()))
+                connection.send(_Failure(_sendable(error), traceback.format_exc()))
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or what it says where it cannot be sent to another process as it is."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does when it is written or read
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

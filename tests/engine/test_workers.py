@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,31 @@ class Broken(FedAvg):
 def test_an_error_in_a_worker_is_raised_here() -> None:
     with pytest.raises(ValueError, match="no such loss") as caught:
         fit(Broken(mlp(), **SETTINGS, engine="sequential", workers=2), blobs(), rounds=1)
+    assert "in client_loss" in str(caught.value.__cause__)
+
+
+class TwoReasonsError(Exception):
+    """Cannot be made again from its text."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+class Awkward(FedAvg):
+    """Fails in a worker with an error that cannot be read again, or not even be written."""
+
+    def client_loss(self, state: State, batch: Batch) -> tuple[torch.Tensor, State]:
+        error: Exception = TwoReasonsError("this", "that")
+        if self.local.lr > 0.5:
+            error = ValueError("this and that")
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
+
+@pytest.mark.parametrize(("lr", "name"), [(0.1, "TwoReasonsError"), (0.9, "ValueError")])
+def test_an_error_that_cannot_be_sent_keeps_its_reason(lr: float, name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{name}: this and that") as caught:
+        fit(Awkward(mlp(), **{**SETTINGS, "lr": lr}, engine="sequential", workers=2), blobs(), rounds=1)
     assert "in client_loss" in str(caught.value.__cause__)
 
 
