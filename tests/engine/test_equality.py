@@ -333,6 +333,35 @@ def test_batchnorm_buffers_reach_others_only_through_the_aggregate() -> None:
         assert largest_difference(sent((19,), engine), sent((19, 24, 8), engine)) < 1e-9
 
 
+class Averaging(nn.Module):
+    """Writes to a buffer in place that is no entry of its state, and reads another that stays as it is."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("mean", torch.zeros(FEATURES), persistent=False)
+        self.register_buffer("scale", torch.full((FEATURES,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.fc((x - self.mean) * self.scale)
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+def test_buffers_that_are_no_entries_do_not_pass_from_client_to_client(engine: str) -> None:
+    methods = [Local(seeded(Averaging), lr=0.1, batch_size=8, engine=engine) for _ in range(2)]
+    fit(methods[0], blobs((19,)), rounds=1)
+    fit(methods[1], blobs((19, 24, 8)), rounds=1)
+    own, same = (method.snapshots[0].private for method in methods)
+    assert largest_difference(own, same) < 1e-9
+    skeleton = methods[1].functional.skeleton
+    assert float(skeleton.mean.abs().max()) == 0.0
+
+
 def test_engines_never_write_to_the_state_they_are_given() -> None:
     from fl_lightning.engine import Job, make_engine
 
