@@ -160,6 +160,28 @@ def test_captured_equals_stacked_for_every_method(kind: type[FederatedModule]) -
     assert differ(one, other) < 1e-12
 
 
+class Chunked(nn.Module):
+    """Multiplies a parameter by one half of another, both of which are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ab = nn.Parameter(0.3 * torch.randn(8, FEATURES))
+        self.c = nn.Parameter(0.3 * torch.randn(4, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.ab.chunk(2)
+        return x @ (a.T @ self.c) + x @ b.T
+
+
+def test_a_captured_update_does_not_read_what_another_has_written() -> None:
+    runs = []
+    for engine in ("stacked", "captured"):
+        method = PFedMe(seeded(Chunked), lr=0.05, personal_lr=0.05, epochs=2, batch_size=8, engine=engine)
+        fit(method, blobs(), rounds=1)
+        runs.append(method)
+    assert differ(*runs) < 1e-12
+
+
 def test_no_method_is_forgotten() -> None:
     assert set(METHODS) == {kind for kind in vars(methods).values() if isinstance(kind, type)}
 
