@@ -35,7 +35,10 @@ class FunctionalNet:
 
     def __init__(self, net: nn.Module) -> None:
         self.skeleton = stream_dropout(copy.deepcopy(net))
-        self.batch_statistics = any(isinstance(module, _BatchNorm) for module in net.modules())
+        norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
+        self.batch_statistics = bool(norms)
+        #: Whether samples of a batch change each other's outputs also in eval mode.
+        self.always_batch_statistics = any(norm.running_mean is None for norm in norms)
         names = {id(value): name for name, value in entries(self.skeleton).items()}
         self._parameters: list[tuple[dict[str, Any], str, str]] = []
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
