@@ -184,7 +184,9 @@ class FederatedLoop(_Loop):
         """What the clients of all processes sent, keep and received, by client; every process then does the same."""
         if self.trainer.world_size > 1:
             parts: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, (messages, snapshots, down))
+            # Entries may be views of a stack of clients, which would be sent whole with each of them.
+            own = [replace(m, tensors={name: value.clone() for name, value in m.tensors.items()}) for m in messages]
+            torch.distributed.all_gather_object(parts, (own, snapshots, down))
             messages = [message for part, _, _ in parts for message in part]
             snapshots = {client: snapshot for _, part, _ in parts for client, snapshot in part.items()}
             down = sum(part for _, _, part in parts)
