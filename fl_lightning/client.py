@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +90,27 @@ class SnapshotStore(MutableMapping[int, ClientSnapshot]):
 class DiskSnapshotStore(SnapshotStore):
     """Keeps private entries in files that are mapped into memory, one per entry and one row per client.
 
-    Memory then holds what is in use, however many clients there are. The files are scratch space of one run: they are
-    begun anew by the next, and checkpoints hold the snapshots themselves. All clients must keep the same entries.
+    Memory then holds what is in use, however many clients there are. The files are scratch space: they lie in a folder
+    of their own for every store and process, which goes when the store does, and checkpoints hold the snapshots
+    themselves. A process that is killed leaves its folder behind. All clients must keep the same entries.
 
     Args:
-        folder: where the files go; made if need be.
+        folder: where the folder of the files goes; made if need be.
     """
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self.folder = Path(folder)
+        self._home: tuple[int, Path] | None = None
         self._rows: dict[int, int] = {}
+        self._used = 0
         self._tables: State = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder,), self.state_dict()  # a copy has files of its own
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.load_state_dict(state)
 
     def __getitem__(self, client: int) -> ClientSnapshot:
         if client not in self._rows:
@@ -108,8 +121,10 @@ class DiskSnapshotStore(SnapshotStore):
 
     def __setitem__(self, client: int, snapshot: ClientSnapshot) -> None:
         if snapshot.private:
-            row = self._rows.setdefault(client, len(self._rows))
-            self._reserve(snapshot.private, len(self._rows))
+            row = self._rows.get(client, self._used)
+            used = max(self._used, row + 1)  # never falls: a row is taken once
+            self._reserve(snapshot.private, used)
+            self._rows[client], self._used = row, used
             for name, value in snapshot.private.items():
                 self._tables[name][row].copy_(value)
         super().__setitem__(client, replace(snapshot, private={}))
@@ -125,7 +140,7 @@ class DiskSnapshotStore(SnapshotStore):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all snapshots by saved ones."""
-        self._snapshots, self._rows, self._tables = {}, {}, {}
+        self._snapshots, self._rows, self._used, self._tables = {}, {}, 0, {}
         for client, private in state["private"].items():
             self[int(client)] = ClientSnapshot(dict(private), *state["counters"][client])
 
@@ -142,25 +157,37 @@ class DiskSnapshotStore(SnapshotStore):
         """Let every entry's file have at least so many rows; they grow by doubling."""
         if self._tables and private.keys() != self._tables.keys():
             raise FederationError("A store on disk needs clients that all keep the same entries: leave store out.")
+        own = self._home is not None and self._home[0] == os.getpid()
         for name, value in private.items():
             table = self._tables.get(name)
-            if table is None or len(table) < rows:
+            if table is None or len(table) < rows or not own:
                 self._tables[name] = self._grown(name, value, table, max(16, 2 * rows))
 
     def _grown(self, name: str, value: Tensor, table: Tensor | None, rows: int) -> Tensor:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / name.replace("/", "_")
+        path = self._own_folder() / name.replace("/", "_")
         if table is None:
             path.unlink(missing_ok=True)
+        begun = path.exists()
         with path.open("ab") as file:  # lengthened here: torch would overwrite the beginning
             file.truncate(rows * value.numel() * value.element_size())
         flat = torch.from_file(str(path), shared=True, size=rows * value.numel(), dtype=value.dtype)
-        return flat.view(rows, *value.shape)
+        grown = flat.view(rows, *value.shape)
+        if table is not None and not begun:  # it lies in the folder of the process that this one was forked from
+            grown[: len(table)].copy_(table)
+        return grown
+
+    def _own_folder(self) -> Path:
+        """The folder of this store in this process, removed with either."""
+        if self._home is None or self._home[0] != os.getpid():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._home = os.getpid(), Path(tempfile.mkdtemp(prefix="clients-", dir=self.folder))
+            Finalize(self, shutil.rmtree, (self._home[1],), {"ignore_errors": True}, exitpriority=0)  # not by a fork
+        return self._home[1]
 
 
 def moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor as a net of some precision can use it: single and double floats become one another, all else stays."""
-    floats = (torch.float32, torch.float64)
+    """A tensor as a net of some precision can use it: floats of these precisions become one another, all else stays."""
+    floats = (torch.bfloat16, torch.float32, torch.float64)
     return value.to(device, dtype if value.dtype in floats and dtype in floats else value.dtype)
 
 

@@ -114,8 +114,15 @@ class Evaluator:
         return logs
 
     def outputs(self, module: FederatedModule, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
-        """(client, logits, labels) of each client's samples with the model it is evaluated with."""
+        """(client, logits, labels) of each client's samples with the model it is evaluated with.
+
+        No sample of another client, nor padding, is in a batch that the net normalises over.
+        """
         module.prepare_evaluation(clients)
+        if module.functional.always_batch_statistics:
+            for client in clients:
+                yield from self._one_model(module, [client], split)
+            return
         groups: dict[int, list[int]] = {}
         for client in clients:
             groups.setdefault(module.model_key(client), []).append(client)

@@ -55,6 +55,15 @@ def check_data(trainer: Trainer) -> Federation:
     return federation
 
 
+def check_batches(module: FederatedModule) -> None:
+    """Refuse batches that a net which normalises over them would skip, one and all."""
+    if module.batch_statistics and module.local.batch_size == 1:
+        raise FederationError(
+            f"{type(module.net).__name__} has batch normalisation, and a batch of one sample has no variance: set "
+            "batch_size to 2 or more."
+        )
+
+
 def check_net(module: FederatedModule, federation: Federation) -> None:
     """Run the net on a few samples, so that one that does not fit the data is refused before the first round."""
     index = federation.train.flat[:2]

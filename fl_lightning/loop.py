@@ -42,7 +42,7 @@ class Tally:
         down: bytes that the server sent.
         trained: clients whose messages were aggregated.
         left_out: clients whose updates were not finite.
-        samples: samples of the trained clients.
+        samples: samples of the trained clients that took a step.
         loss: their losses, each times its samples.
         clients_seconds: time that local training took, with all that belongs to it.
         server_seconds: time that the aggregate and the server's step took.
@@ -59,7 +59,8 @@ class Tally:
 
     def count(self, messages: list[Message], left_out: int) -> Tally:
         """With the clients of a stage."""
-        samples, loss = sum(m.samples for m in messages), sum(m.loss * m.samples for m in messages)
+        known = [m for m in messages if not math.isnan(m.loss)]
+        samples, loss = sum(m.samples for m in known), sum(m.loss * m.samples for m in known)
         return replace(self, trained=len(messages), left_out=left_out, samples=samples, loss=loss)
 
     def add(self, other: Tally) -> Tally:
@@ -190,7 +191,9 @@ class FederatedLoop(_Loop):
         """What the clients of all processes sent, keep and received, by client; every process then does the same."""
         if self.trainer.world_size > 1:
             parts: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, (messages, snapshots, down))
+            # Entries may be views of a stack of clients, which would be sent whole with each of them.
+            own = [replace(m, tensors={name: value.clone() for name, value in m.tensors.items()}) for m in messages]
+            torch.distributed.all_gather_object(parts, (own, snapshots, down))
             messages = [message for part, _, _ in parts for message in part]
             snapshots = {client: snapshot for _, part, _ in parts for client, snapshot in part.items()}
             down = sum(part for _, _, part in parts)

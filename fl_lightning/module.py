@@ -30,7 +30,7 @@ from fl_lightning.engine import (
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import Evaluator
 from fl_lightning.federation import Federation
-from fl_lightning.lightning_checks import check_data, check_net, check_trainer
+from fl_lightning.lightning_checks import check_batches, check_data, check_net, check_trainer
 from fl_lightning.loop import FederatedLoop, Tally
 from fl_lightning.nets import FedNet, LossNet
 from fl_lightning.progress import federated_progress_bar
@@ -378,6 +378,8 @@ class FederatedModule(LightningModule):
         """Hang the federated loop into the stock fit loop."""
         federation = check_data(self.trainer)
         check_net(self, federation)
+        if stage == "fit":
+            check_batches(self)
         self.evaluator.prepare(federation.num_clients)
         self.__dict__["_functional"] = self.__dict__["_names"] = None  # made anew where the module then lies
         if stage == "fit":

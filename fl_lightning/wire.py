@@ -65,7 +65,8 @@ class Message:
         client: who sent it.
         tensors: the named tensors that crossed; defences may replace them before the aggregate.
         samples: the client's number of training samples.
-        loss: mean training loss of the client's local steps, for the log; it does not cross the wire.
+        loss: mean training loss of the client's local steps, NaN if it took none, for the log; it does not cross the
+            wire.
     """
 
     client: int

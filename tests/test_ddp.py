@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 
 from fl_lightning.errors import FederationError
+from fl_lightning.loop import FederatedLoop
 from fl_lightning.methods import FedAvg
+from fl_lightning.wire import Message
 from tests.ddp_run import main
 from tests.support import blobs, fit, largest_difference, mlp
 
@@ -46,6 +50,24 @@ def test_two_ranks_agree_with_one_process(kind: str, engine: str, tmp_path: Path
     assert first["acc"] == second["acc"] == alone["acc"]
     assert first["up"] == alone["up"]
     assert first["ledger"] == second["ledger"] == alone["ledger"]
+
+
+def test_a_message_is_sent_without_the_stack_it_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = torch.arange(16000.0).view(16, 1000)
+    messages = [Message(client, {"w": stack[client]}, 1) for client in range(16)]
+    sent: list[int] = []
+
+    def gather(parts: list[Any], own: Any) -> None:
+        for message in own[0]:
+            sent.append(len(pickle.dumps(message)))
+        parts[:] = [own, ([], {}, 5)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    loop: Any = SimpleNamespace(trainer=SimpleNamespace(world_size=2))
+    received, _, down = FederatedLoop._exchange(loop, messages, {}, 3)
+    assert max(sent) < 2 * stack[0].nbytes
+    assert torch.equal(torch.stack([message.tensors["w"] for message in received]), stack)
+    assert down == 8
 
 
 def test_a_strategy_that_shards_the_model_is_refused() -> None:

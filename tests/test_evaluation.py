@@ -12,7 +12,7 @@ from fl_lightning.datamodules import TensorFederation
 from fl_lightning.methods import FedAvg, Local
 from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import State
-from tests.support import CLASSES, blobs, fit, mlp, trainer
+from tests.support import CLASSES, FEATURES, blobs, fit, mlp, trainer
 
 
 class Heads(FedAvg):
@@ -115,6 +115,33 @@ def test_global_test_set_and_held_out_validation() -> None:
     assert federation.index("val")[0].tolist() != federation.index("test")[0].tolist()
     (tested,) = trainer().test(held, datamodule=data(val_fraction=0.25), verbose=False)
     assert "test/global_acc" in tested
+
+
+class Unmoved(nn.Module):
+    """Normalises by the batch in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES, track_running_stats=False)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [FedAvg, Heads])
+def test_a_net_that_normalises_by_the_batch_sees_one_client_at_a_time(kind: type[FedAvg]) -> None:
+    """Neither padding nor samples of others change what it says of a client's; test sets differ in size."""
+    data = blobs()
+    lists: dict[str, Any] = {"train": list(data.federation.train), "test": list(data.federation.test)}
+    lists["test"][1] = lists["test"][1][:3]
+    data = TensorFederation(data.federation.inputs, data.federation.targets, **lists, num_classes=CLASSES)
+    method = kind(Unmoved(), lr=0.1)
+    fit(method, data, rounds=1)
+    expected = torch.tensor([by_hand(method, data, client)[1] for client in range(4)])
+    outputs = method.evaluator.outputs(method, range(4), "test")
+    losses = {client: float(nn.functional.cross_entropy(logits, y)) for client, logits, y in outputs}
+    assert [losses[client] for client in range(4)] == pytest.approx(expected.tolist())
 
 
 def test_own_labelling_counts_in_evaluation() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from fl_lightning.datamodules import IID, Digits, TensorFederation, Unimodal
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedProx, Local
-from fl_lightning.nets import MLP, LeNet5
+from fl_lightning.nets import MLP, LeNet5, LeNetBN
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 
 
@@ -171,6 +171,30 @@ def test_bad_settings(make: Any, sentence: str) -> None:
 def test_nets_that_do_not_fit_the_data(net: Any, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         fit(FedAvg(net), blobs())
+
+
+def test_batches_of_one_are_refused_with_batch_normalisation() -> None:
+    """They would all be dropped, and nothing be trained."""
+    net = LeNetBN(num_classes=4)
+    with pytest.raises(FederationError, match=r"LeNetBN has batch normalisation, .* set batch_size to 2 or more"):
+        fit(FedAvg(net, batch_size=1), blobs(shape=(1, 28, 28)))
+    trainer().test(FedAvg(net, batch_size=1), datamodule=blobs(shape=(1, 28, 28)), verbose=False)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_a_client_that_takes_no_step_has_no_loss_to_count(engine: str) -> None:
+    """One sample has no variance, so the second client skips it."""
+    losses = []
+    for sizes in ((16,), (16, 1)):
+        method = FedAvg(LeNetBN(num_classes=4), lr=0.0, batch_size=16, engine=engine)
+        method.net.load_state_dict({name: torch.ones_like(v) for name, v in method.net.state_dict().items()})
+        fit(method, blobs(sizes, (1, 28, 28)), rounds=1)
+        losses.append(method.summary["train/loss"])
+    assert losses[0] == pytest.approx(losses[1])
+    assert losses[0] > 0
+    idle = FedAvg(mlp(), epochs=0, engine=engine)
+    fit(idle, blobs(), rounds=1)
+    assert math.isnan(idle.summary["train/loss"])
 
 
 def test_data_that_is_not_federated() -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import CatMetric, MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import mean_loss
@@ -86,6 +88,41 @@ def test_losses_asked_for_by_the_server_are_the_users() -> None:
     target = nn.functional.one_hot(federation.targets[index], CLASSES).double()
     expected = (scores.softmax(1) - target).square().sum(1).mean()
     assert float(mean_loss(method, method.server_state(), 0)) == pytest.approx(float(expected))
+
+
+class Counting(User):
+    """Keeps a metric as users do: by forward, by update, or in a list that grows."""
+
+    def __init__(self, metric: Metric | None) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if isinstance(self.metric, MulticlassAccuracy):
+            self.metric(self(batch[0]), batch[1])
+        elif self.metric is not None:
+            self.metric.update(result["loss"].detach())
+            self.metric(result["loss"])
+        self.log("metric", self.metric)
+        return result
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+@pytest.mark.parametrize(
+    "make", [lambda: MulticlassAccuracy(CLASSES), MeanMetric, CatMetric], ids=["Accuracy", "MeanMetric", "CatMetric"]
+)
+def test_metrics_in_a_step_change_nothing_and_keep_nothing(make: Any, engine: str) -> None:
+    plain, method = (federate(Counting(metric), batch_size=8, engine=engine) for metric in (None, make()))
+    for one in (plain, method):
+        fit(one, blobs(), 2, precision="64-true")
+    assert largest_difference(weights(plain), weights(method)) < 1e-9
+    metric = method.functional.skeleton.module.metric
+    assert metric._update_count == 0
+    assert metric._computed is None
+    for name, default in metric._defaults.items():
+        kept = getattr(metric, name)
+        assert kept == [] if isinstance(default, list) else torch.equal(kept, default)
 
 
 def variant(**members: Any) -> LightningModule:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fl_lightning.client import ClientSnapshot, DiskSnapshotStore
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import SCAFFOLD, Local
+from fl_lightning.methods import SCAFFOLD, FedPer, Local
 from fl_lightning.module import FederatedModule
 from tests.engine.test_equality import differ
-from tests.support import blobs, fit, mlp
+from tests.support import blobs, fit, mlp, trainer
 
 
 def trained(kind: type[FederatedModule], rounds: int = 3, **options: Any) -> FederatedModule:
@@ -49,6 +53,49 @@ def test_rows_survive_growth_and_clients_may_come_in_any_order(tmp_path: Path) -
     assert store[100].private == {}
 
 
+def filled(store: DiskSnapshotStore, clients: Iterable[int], add: float = 0.0) -> DiskSnapshotStore:
+    for client in clients:
+        store[client] = ClientSnapshot({"w": torch.full((1000,), client + add)})
+    return store
+
+
+def held(store: DiskSnapshotStore) -> dict[int, float]:
+    return {client: float(store[client].private["w"].mean()) for client in store}
+
+
+def test_a_new_client_takes_nobodys_row(tmp_path: Path) -> None:
+    store = filled(DiskSnapshotStore(tmp_path), (0, 1))
+    del store[0]
+    filled(store, (2, 0))
+    assert held(store) == {0: 0.0, 1: 1.0, 2: 2.0}
+
+
+def test_stores_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+    """As those of several ranks, or of two runs: what is mapped is neither cut short nor written to."""
+    first, second = DiskSnapshotStore(tmp_path), DiskSnapshotStore(tmp_path)
+    filled(first, range(100))
+    filled(second, range(33), add=0.5)
+    assert held(first) == {client: float(client) for client in range(100)}
+    assert held(filled(second, range(33, 40), add=0.5)) == {client: client + 0.5 for client in range(40)}
+    twin = copy.deepcopy(first)
+    filled(twin, range(200), add=0.25)
+    assert held(first) == {client: float(client) for client in range(100)}
+    assert held(twin) == {client: client + 0.25 for client in range(200)}
+    del first, second, twin
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_has_files_of_its_own(tmp_path: Path) -> None:
+    store = filled(DiskSnapshotStore(tmp_path), range(16))
+    child = os.fork()
+    if child == 0:
+        right = held(filled(store, (3,), add=0.5)) == {c: c + 0.5 * (c == 3) for c in range(16)}
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert held(filled(store, range(16, 40))) == {client: float(client) for client in range(40)}
+
+
 def test_entries_must_be_those_of_all_clients_and_the_run_on_a_cpu(tmp_path: Path) -> None:
     store = DiskSnapshotStore(tmp_path)
     store[0] = ClientSnapshot({"w": torch.zeros(2)})
@@ -56,6 +103,23 @@ def test_entries_must_be_those_of_all_clients_and_the_run_on_a_cpu(tmp_path: Pat
         store[1] = ClientSnapshot({"v": torch.zeros(2)})
     with pytest.raises(FederationError, match="serves runs on a CPU, not on cuda"):
         store.to(torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize(("before", "after"), [("bf16-true", "32-true"), ("32-true", "bf16-true")])
+def test_clients_that_trained_in_one_precision_are_tested_in_another(
+    before: str, after: str, on_disk: bool, tmp_path: Path
+) -> None:
+    made = [
+        FedPer(mlp(), lr=0.1, batch_size=8, engine="sequential", store=str(tmp_path / name) if on_disk else None)
+        for name in ("one", "other")
+    ]
+    fit(made[0], blobs(), rounds=1, precision=before).save_checkpoint(tmp_path / "clients.ckpt")
+    run = trainer(precision=after)
+    run.test(made[1], datamodule=blobs(), ckpt_path=tmp_path / "clients.ckpt", verbose=False)
+    own, other = (method.snapshots[0].private["head.weight"] for method in made)
+    assert other.dtype == made[1].net.head.weight.dtype == (torch.bfloat16 if after == "bf16-true" else torch.float32)
+    assert torch.equal(own.to(other.dtype), other)
 
 
 def test_entries_take_the_precision_of_the_run(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 
 from fl_lightning.engine.base import Engine, steps_left
 from fl_lightning.engine.captured import CapturedEngine
@@ -204,14 +206,23 @@ def round_steps(method: LocalMethod, federation: Federation, jobs: Sequence[Job]
 
 
 def disagreement(left: Sequence[Result], right: Sequence[Result]) -> float:
-    """Largest difference between two engines' states, relative to the largest entry of each tensor."""
-    worst = 0.0
-    for a, b in zip(left, right, strict=True):
-        for name, value in a.state.items():
-            if value.is_floating_point() and value.numel():
-                scale = float(value.abs().max()) + 1e-12
-                worst = max(worst, float((value - b.state[name]).abs().max()) / scale)
-    return worst
+    """Largest difference between two engines' states, relative to the largest entry of each tensor.
+
+    NaN agrees with NaN and with nothing else; integers agree if they are equal. What does not agree in this way differs
+    by infinity.
+    """
+    pairs = ((value, b.state[name]) for a, b in zip(left, right, strict=True) for name, value in a.state.items())
+    return max((_difference(value, other) for value, other in pairs), default=0.0)
+
+
+def _difference(value: Tensor, other: Tensor) -> float:
+    exact = not (value.is_floating_point() or value.is_complex())
+    if exact or not value.numel():
+        return 0.0 if torch.equal(value, other) else math.inf
+    same = (value == other) | (value.isnan() & other.isnan())
+    worst = float((value - other).abs().masked_fill(same, 0.0).max())  # NaN if there is one
+    scale = float(value.abs().nan_to_num(0.0, 0.0).max()) + 1e-12
+    return math.inf if math.isnan(worst) else worst / scale
 
 
 def settled(engine: Engine) -> Engine:

@@ -200,7 +200,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What local training left behind: the final state, the mean loss over its steps and their number."""
+    """What local training left behind: the final state, the mean loss over its steps (of none NaN) and their number."""
 
     state: State
     loss: float

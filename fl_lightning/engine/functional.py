@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 
 from fl_lightning.nets.dropout import StreamDropout, noise_shapes, stream_dropout
 from fl_lightning.wire import State
@@ -24,7 +25,9 @@ class FunctionalNet:
 
     It keeps a skeleton of its own, in which every dropout layer takes its noise as an input, and puts the tensors of a
     state into the skeleton's slots for the time of a call. That is what ``torch.func.functional_call`` does, at a
-    fraction of its cost per call, which counts when a step takes a few hundred microseconds.
+    fraction of its cost per call, which counts when a step takes a few hundred microseconds. What else a call may
+    change, buffers that are no entries and the state of metrics, is as it was when the call is over: it would pass from
+    one client to another.
 
     Args:
         net: the network; copied.
@@ -32,11 +35,15 @@ class FunctionalNet:
 
     def __init__(self, net: nn.Module) -> None:
         self.skeleton = stream_dropout(copy.deepcopy(net))
-        self.batch_statistics = any(isinstance(module, _BatchNorm) for module in net.modules())
+        norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
+        self.batch_statistics = bool(norms)
+        #: Whether samples of a batch change each other's outputs also in eval mode.
+        self.always_batch_statistics = any(norm.running_mean is None for norm in norms)
         names = {id(value): name for name, value in entries(self.skeleton).items()}
         self._parameters: list[tuple[dict[str, Any], str, str]] = []
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._noise: list[tuple[dict[str, Any], str, str]] = []
+        self._passing: list[tuple[dict[str, Any], str]] = []
         for path, module in self.skeleton.named_modules():
             slots: dict[str, Any] = module._parameters
             self._parameters += [(slots, key, names[id(v)]) for key, v in slots.items() if v is not None]
@@ -44,6 +51,9 @@ class FunctionalNet:
             self._buffers += [(slots, key, names[id(v)]) for key, v in slots.items() if id(v) in names]
             if isinstance(module, StreamDropout):
                 self._noise.append((slots, "noise", f"{path}.noise" if path else "noise"))
+            else:
+                self._passing += [(slots, k) for k, v in slots.items() if v is not None and id(v) not in names]
+        self._metrics = [module for module in self.skeleton.modules() if isinstance(module, Metric)]
         self._recurrent = [module for module in self.skeleton.modules() if isinstance(module, nn.RNNBase)]
         self._shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
 
@@ -64,22 +74,35 @@ class FunctionalNet:
         if self.skeleton.training != training:
             self.skeleton.train(training)
         own = [(slots, key, slots[key]) for slots, key, _ in (*self._parameters, *self._buffers, *self._noise)]
+        own += [(slots, key, slots[key]) for slots, key in self._passing]
+        counted = [(metric, dict(vars(metric))) for metric in self._metrics]
         try:
-            for slots, key, name in self._parameters:
-                slots[key] = state[name]
-            for slots, key, name in self._buffers:
-                slots[key] = state[name].clone() if training else state[name]
-            for slots, key, name in self._noise:
-                if name in noise:  # a layer may go unused
-                    slots[key] = noise[name]
-            self._follow()
+            self._fill(state, noise, training)
             output = self.skeleton(x)
             # Read from the slots: a net may write to its buffers or replace them.
             return output, {name: slots[key] for slots, key, name in self._buffers} if training else {}
         finally:
             for slots, key, value in own:
                 slots[key] = value
+            for metric, values in counted:
+                vars(metric).clear()
+                vars(metric).update(values)
             self._follow()
+
+    def _fill(self, state: State, noise: State, training: bool) -> None:
+        """Put what a call computes with into the skeleton, and copies of what it may write to."""
+        for slots, key, name in self._parameters:
+            slots[key] = state[name]
+        for slots, key, name in self._buffers:
+            slots[key] = state[name].clone() if training else state[name]
+        for slots, key, name in self._noise:
+            if name in noise:  # a layer may go unused
+                slots[key] = noise[name]
+        for slots, key in self._passing:
+            slots[key] = slots[key].clone()
+        for metric in self._metrics:
+            vars(metric).update({k: [] if isinstance(v, list) else v.clone() for k, v in metric._defaults.items()})
+        self._follow()
 
     def _follow(self) -> None:
         """Recurrent layers compute with a list of their weights, which has to follow the slots."""

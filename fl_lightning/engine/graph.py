@@ -113,6 +113,11 @@ def _look(node: fx.Node) -> tuple[Any, ...] | None:
     return tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype
 
 
+def _memory(node: fx.Node) -> int:
+    """Which memory a node's tensor lies in; views share it, by whatever operation they were made."""
+    return int(node.meta["val"].untyped_storage()._cdata)
+
+
 def _seen_through(node: fx.Node) -> list[fx.Node]:
     """The nodes that a view looks through, nearest first, down to the tensor that it is a view of."""
     chain = []
@@ -259,10 +264,10 @@ def _leave_products(
     """Let outputs that are products, with something added, be returned in parts."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     results: Sequence[Any] = output.args[0]
-    will_change = {inputs[i] for i in written}
+    will_change = {_memory(inputs[i]) for i in written}
 
     def kept(node: fx.Node) -> bool:
-        return ([node, *_seen_through(node)])[-1] not in will_change
+        return _memory(node) not in will_change
 
     sums: dict[int, _Sum] = {}
     for i, number in changes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -71,7 +72,7 @@ class _Client:
                         self._step(phase, opening if self.steps == before else moves, batch)
                     self.scalars["epoch"].add_(1)
         state = {name: value.contiguous() for name, value in self.state.items()}
-        return Result(state, float(self.loss) / max(self.steps, 1), self.steps)
+        return Result(state, float(self.loss) / self.steps if self.steps else math.nan, self.steps)
 
     def _step(self, phase: Phase, moves: list[Move], batch: Batch) -> None:
         for i, move in enumerate(moves):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -144,9 +145,9 @@ class _Stack:
                 self.scalars["epoch"][done:].add_(1)
             for part in self.parts.values():
                 self.loss[part.rows] += torch.stack(part.losses).sum(0, dtype=self.loss.dtype)
-        losses = self.loss.tolist()
+        sums = self.loss.tolist()
         return [
-            Result({name: value[k] for name, value in self.state.items()}, losses[k] / max(steps, 1), steps)
+            Result({n: value[k] for n, value in self.state.items()}, sums[k] / steps if steps else math.nan, steps)
             for k, steps in enumerate(self.steps)
         ]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -91,7 +91,8 @@ class WorkerEngine(Engine):
         layouts, self._memory = _pack([job.state for job in jobs], self._memory)
         for worker, share in zip(self._pool, shares, strict=False):
             clients, own = [jobs[i].client for i in share], [layouts[i] for i in share]
-            worker.begin(_Task(method.local, list(method.phases()), round, max_steps, clients, own, self._memory))
+            settings = (method.local, list(method.phases()), _Precision.current(), round, max_steps)
+            worker.begin(_Task(*settings, clients, own, self._memory))
         results: dict[int, Result] = {}
         for worker, share in zip(self._pool, shares, strict=False):
             results |= dict(zip(share, worker.results(), strict=True))
@@ -108,11 +109,32 @@ class WorkerEngine(Engine):
             ) from error
 
 
+class _Precision(NamedTuple):
+    """What a Trainer's precision sets in its own process, and workers have to be told."""
+
+    mixed: bool
+    lower: torch.dtype
+    default: torch.dtype
+
+    @classmethod
+    def current(cls) -> _Precision:
+        """That of this process."""
+        return cls(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype())
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Compute with it; weights change in place, so no low-precision copy of them is cached."""
+        torch.set_default_dtype(self.default)
+        with torch.autocast("cpu", self.lower, self.mixed, cache_enabled=False):
+            yield
+
+
 class _Task(NamedTuple):
     """Clients to train, and the tensors that they start from in one piece of memory."""
 
     local: LocalTraining
     phases: list[Phase]
+    precision: _Precision
     round: int
     max_steps: int | None
     clients: list[int]
@@ -257,8 +279,18 @@ def _work(connection: Connection, method: Any, federation: Federation, engine: s
             method.local, method.phases = task.local, partial(list, task.phases)
             jobs = [Job(c, state) for c, state in zip(task.clients, _unpack(task.layouts, task.memory), strict=True)]
             try:
-                results = trainer.train(method, federation, jobs, task.round, task.max_steps)
+                with task.precision.applied():
+                    results = trainer.train(method, federation, jobs, task.round, task.max_steps)
                 layouts, memory = _pack([result.state for result in results])
                 connection.send((layouts, memory, [r.loss for r in results], [r.steps for r in results]))
             except Exception as error:  # whatever it is, the run's own process is where it belongs
-                connection.send(_Failure(error, traceback.format_exc()))
+                connection.send(_Failure(_sendable(error), traceback.format_exc()))
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or what it says where it cannot be sent to another process as it is."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does when it is written or read
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

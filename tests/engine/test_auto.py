@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fl_lightning.engine import auto
-from fl_lightning.engine.contract import Job, Phase
+from fl_lightning.engine.contract import Job, Phase, Result
 from fl_lightning.methods import FedAvg
 from tests.support import blobs, fit, mlp
 
@@ -82,6 +84,27 @@ def test_long_steps_that_lose_clearly_are_not_traced(
     reason = auto._hopeless(clock.probe("sequential", 0.0, sequential), clock.probe("stacked", 0.0, stacked))
     assert bool(reason) == given_up
     assert not reason or "0.50 of its speed" in reason
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ([4.0, 2.0], [4.0, 1.0], 0.25),
+        ([1.0, math.nan], [1.0, math.nan], 0.0),
+        ([1.0, math.inf], [0.5, math.inf], 0.5),
+        ([1.0, 2.0], [1.0, math.nan], math.inf),
+        ([math.nan, 2.0], [1.0, 2.0], math.inf),
+        ([1.0, math.inf], [1.0, 2.0], math.inf),
+        ([1, 2], [1, 2], 0.0),
+        ([1, 2], [1, 3], math.inf),
+        ([], [], 0.0),
+    ],
+    ids=str,
+)
+def test_what_is_not_a_number_or_not_a_float_counts_as_well(left: Any, right: Any, expected: float) -> None:
+    """And is not forgotten over a later tensor that agrees."""
+    one, other = ([Result({"w": torch.tensor(w), "v": torch.ones(1)}, 0.0, 1)] for w in (left, right))
+    assert auto.disagreement(one, other) == pytest.approx(expected)
 
 
 def test_nothing_is_traced_where_stacking_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,28 @@ def test_captured_equals_stacked_for_every_method(kind: type[FederatedModule]) -
     assert differ(one, other) < 1e-12
 
 
+class Chunked(nn.Module):
+    """Multiplies a parameter by one half of another, both of which are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ab = nn.Parameter(0.3 * torch.randn(8, FEATURES))
+        self.c = nn.Parameter(0.3 * torch.randn(4, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.ab.chunk(2)
+        return x @ (a.T @ self.c) + x @ b.T
+
+
+def test_a_captured_update_does_not_read_what_another_has_written() -> None:
+    runs = []
+    for engine in ("stacked", "captured"):
+        method = PFedMe(seeded(Chunked), lr=0.05, personal_lr=0.05, epochs=2, batch_size=8, engine=engine)
+        fit(method, blobs(), rounds=1)
+        runs.append(method)
+    assert differ(*runs) < 1e-12
+
+
 def test_no_method_is_forgotten() -> None:
     assert set(METHODS) == {kind for kind in vars(methods).values() if isinstance(kind, type)}
 
@@ -331,6 +353,35 @@ def test_batchnorm_buffers_reach_others_only_through_the_aggregate() -> None:
 
     for engine in ("sequential", "stacked"):
         assert largest_difference(sent((19,), engine), sent((19, 24, 8), engine)) < 1e-9
+
+
+class Averaging(nn.Module):
+    """Writes to a buffer in place that is no entry of its state, and reads another that stays as it is."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("mean", torch.zeros(FEATURES), persistent=False)
+        self.register_buffer("scale", torch.full((FEATURES,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.fc((x - self.mean) * self.scale)
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+def test_buffers_that_are_no_entries_do_not_pass_from_client_to_client(engine: str) -> None:
+    methods = [Local(seeded(Averaging), lr=0.1, batch_size=8, engine=engine) for _ in range(2)]
+    fit(methods[0], blobs((19,)), rounds=1)
+    fit(methods[1], blobs((19, 24, 8)), rounds=1)
+    own, same = (method.snapshots[0].private for method in methods)
+    assert largest_difference(own, same) < 1e-9
+    skeleton = methods[1].functional.skeleton
+    assert float(skeleton.mean.abs().max()) == 0.0
 
 
 def test_engines_never_write_to_the_state_they_are_given() -> None:

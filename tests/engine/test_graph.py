@@ -53,6 +53,28 @@ def test_a_product_with_the_state_itself_is_multiplied_out() -> None:
     assert made.products.keys() == {2}  # a copy of the state may be used
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda w: w.chunk(2, 1)[0],
+        lambda w: w.split([2, 2], 1)[1],
+        lambda w: w.unbind(1)[0].unsqueeze(1).expand(3, 2, 5),
+        lambda w: w.unsafe_chunk(2, 1)[0],
+        lambda w: w.unflatten(1, (2, 2))[:, 0],
+        lambda w: w.diagonal(0, 1, 2)[:, :2, None].expand(3, 2, 5),
+        lambda w: w.unfold(1, 2, 2)[:, 0].mT,
+    ],
+)
+def test_a_product_with_a_part_of_the_state_is_multiplied_out(part: Callable[[Tensor], Tensor]) -> None:
+    """However it was taken out: it changes with the state."""
+    w, v, x = torch.randn(3, 4, 5), torch.randn(3, 4, 5), torch.randn(3, 4, 2)
+
+    def step(w: Tensor, v: Tensor, x: Tensor) -> list[Tensor]:
+        return [x.sum(), torch.bmm(x, part(w)), w, torch.bmm(x, 2 * part(w))]
+
+    assert made_lean(step, w, v, x, states=2, changes={1: 1, 2: 0, 3: 1}).products.keys() == {3}
+
+
 def test_a_product_that_is_used_otherwise_is_multiplied_out() -> None:
     w, x = torch.randn(3, 4, 5), torch.randn(3, 2, 4)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
 
 from fl_lightning.callbacks import FederatedCallback
 from fl_lightning.engine import Batch, WorkerEngine
@@ -17,8 +19,8 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, Local, WAFFLe
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import State
-from tests.engine.test_equality import differ
-from tests.support import blobs, fit, largest_difference, mlp, weights
+from tests.engine.test_equality import differ, seeded
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
 
 SETTINGS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8}
 
@@ -43,6 +45,25 @@ def test_workers_agree_with_one_process(kind: type[FederatedModule], options: di
 def test_sequential_workers_agree_bit_for_bit() -> None:
     one, two = (trained(Local, n, engine="sequential") for n in (1, 2))
     assert differ(one, two) == 0.0
+
+
+class Scaled(nn.Module):
+    """Makes a tensor of the default precision in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x * torch.full((FEATURES,), 1 / 3))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "32-true"])
+def test_workers_compute_with_the_trainers_precision(precision: str) -> None:
+    methods = [FedAvg(seeded(Scaled), **SETTINGS, engine="sequential", workers=n) for n in (1, 2)]
+    for method in methods:
+        fit(method, blobs(), rounds=2, precision=precision)
+    assert largest_difference(*map(weights, methods)) == 0.0
 
 
 def test_auto_chooses_once_for_all_workers_and_the_checkpoint_keeps_it(tmp_path: Path) -> None:
@@ -103,6 +124,31 @@ class Broken(FedAvg):
 def test_an_error_in_a_worker_is_raised_here() -> None:
     with pytest.raises(ValueError, match="no such loss") as caught:
         fit(Broken(mlp(), **SETTINGS, engine="sequential", workers=2), blobs(), rounds=1)
+    assert "in client_loss" in str(caught.value.__cause__)
+
+
+class TwoReasonsError(Exception):
+    """Cannot be made again from its text."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+class Awkward(FedAvg):
+    """Fails in a worker with an error that cannot be read again, or not even be written."""
+
+    def client_loss(self, state: State, batch: Batch) -> tuple[torch.Tensor, State]:
+        error: Exception = TwoReasonsError("this", "that")
+        if self.local.lr > 0.5:
+            error = ValueError("this and that")
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
+
+@pytest.mark.parametrize(("lr", "name"), [(0.1, "TwoReasonsError"), (0.9, "ValueError")])
+def test_an_error_that_cannot_be_sent_keeps_its_reason(lr: float, name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{name}: this and that") as caught:
+        fit(Awkward(mlp(), **{**SETTINGS, "lr": lr}, engine="sequential", workers=2), blobs(), rounds=1)
     assert "in client_loss" in str(caught.value.__cause__)
 
 
