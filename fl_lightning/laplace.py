@@ -111,9 +111,10 @@ class DiagonalCurvature:
 
         samples = torch.vmap(gradient, in_dims=(None, None, 0, 0, 0, 0))
         (own, outputs), inputs = torch.vmap(samples, in_dims=(0, None, 0, 0, 0, 0))(states, taps, x, y, weight, noise)
-        found = {name: g.square_().sum(1) for name, g in own.items()}
+        # Not in place: of what does not reach the loss the gradient is a single 0, expanded.
+        found = {name: g.square().sum(1) for name, g in own.items()}
         for layer, g in outputs.items():
-            squares = g.square_()
+            squares = g.square()
             found[f"{layer}.weight"] = squares.mT @ inputs[layer].square()
             found[f"{layer}.bias"] = squares.sum(1)
         return {name: found[name] for name in self.names}

@@ -94,6 +94,33 @@ def test_empirical_fisher_is_the_sum_of_squared_gradients_of_single_samples(name
         assert largest_difference(own, by_autograd(nets[k], x[k, :samples], y[k, :samples])) < 1e-12
 
 
+class Idle(nn.Module):
+    """A layer that is never called, one whose output goes nowhere, and a bare parameter that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.nowhere = nn.Linear(FEATURES, 3), nn.Linear(FEATURES, 3)
+        self.free = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.nowhere(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["fisher", "ggn", "hessian"])
+def test_parameters_that_do_not_reach_the_loss_have_no_curvature(kind: Any) -> None:
+    """Their variance is the prior's."""
+    net, (x, y) = seeded(Idle), batch((FEATURES,), 5)
+    weight = torch.ones(1, 5, dtype=torch.float64)
+    size = sum(p.numel() for p in net.parameters()) if kind == "hessian" else 5
+    found = DiagonalCurvature(net, kind=kind)(stacked(net), x, y, weight, torch.full((1, size), 0.5).double())
+    variance = posterior_variance(found, 5, 4.0)
+    for name in ("never.weight", "never.bias", "nowhere.weight", "nowhere.bias", "free"):
+        assert torch.equal(variance[name][0], torch.full_like(net.get_parameter(name), 1 / 4.0)), name
+    assert bool((found["head.weight"] != 0).all())
+
+
 def test_squares_of_the_mean_gradient_are_something_else() -> None:
     net, (x, y) = mlp(1).double(), batch((FEATURES,), 8)
     F.cross_entropy(net(x[0]), y[0], reduction="sum").backward()

@@ -17,6 +17,7 @@ from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import Message, pack_bits, unpack_bits
 from tests.engine.test_equality import NETS, differ, seeded
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, untimed, weights
+from tests.test_laplace import Idle
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
@@ -134,6 +135,18 @@ def test_weights_without_any_gradient_have_the_largest_variance_and_become_perso
         assert float(method._flat(message.tensors, VARIANCE).max()) == 1 / 4.0
     marked = method._by_name(personal(method))["fc1.weight"].view(16, FEATURES)
     assert bool(marked[:, :5].all())
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "ggn", "hessian"])
+def test_parameters_that_do_not_reach_the_loss_have_the_variance_of_the_prior(curvature: Any) -> None:
+    method = FedBPS(seeded(Idle), p=0.5, curvature=curvature, prior_precision=4.0, **OPTIONS)
+    got: list[Message] = []
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, blobs(), rounds=1)
+    for message in got:
+        for name in ("never.weight", "nowhere.bias", "free"):
+            assert bool((message.tensors[VARIANCE + name] == 1 / 4.0).all())
+        assert float(message.tensors[VARIANCE + "head.weight"].min()) < 1 / 4.0
 
 
 def test_variances_are_those_of_the_trained_model_on_its_own_samples() -> None:
