@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_lightning import seeding
 from fl_lightning.errors import FederationError
 from fl_lightning.laplace import DiagonalCurvature, categorical, client_curvature, posterior_variance, precision
-from fl_lightning.nets import MLP, LeNet5, LeNetBN, ResNet20
+from fl_lightning.nets import MLP, LeNet5, LeNetBN, LossNet, ResNet20
 from tests.support import CLASSES, FEATURES, blobs, largest_difference, mlp
 
 State = dict[str, Tensor]
@@ -314,6 +315,46 @@ def test_running_statistics_are_used_and_not_changed() -> None:
     found = DiagonalCurvature(net)(before, x, y, torch.ones(1, 2, dtype=torch.float64))
     assert largest_difference({n: v[0] for n, v in found.items()}, by_autograd(net, x[0], y[0])) < 1e-9
     assert largest_difference(before, stacked(net)) == 0.0
+
+
+class Margin(LossNet):
+    """Brings its own loss, in which it uses a layer twice that its scores need once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, batch: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        if not isinstance(batch, tuple):
+            return self.head(torch.tanh(self.fc(batch)))
+        x, y = batch
+        target = (y[:, None] == torch.arange(CLASSES)).to(x.dtype)
+        return (self(x) - target).square().sum(1).mean() + self.head(torch.tanh(self.fc(-x))).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("kind", ["fisher", "hessian"])
+def test_a_nets_own_loss_is_what_is_differentiated(kind: Any) -> None:
+    net, (x, y) = seeded(Margin), batch((FEATURES,), 4)
+    names = [name for name, _ in net.named_parameters()]
+    flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    def loss(flat: Tensor, n: int) -> Tensor:
+        parts = torch.split(flat, [p.numel() for p in net.parameters()])
+        state = {name: v.view_as(p) for name, v, p in zip(names, parts, net.parameters(), strict=True)}
+        return torch.func.functional_call(net, state, ((x[0, n : n + 1], y[0, n : n + 1]),))
+
+    signs = orthogonal_signs(len(flat)) if kind == "hessian" else torch.ones(1, 4, dtype=torch.float64)
+    found = repeated(net, x, y, kind, signs)
+    if kind == "fisher":
+        expected = sum(torch.autograd.functional.jacobian(partial(loss, n=n), flat).square() for n in range(4))
+    else:
+        expected = sum(torch.autograd.functional.hessian(partial(loss, n=n), flat).diagonal() for n in range(4))
+    torch.testing.assert_close(torch.cat([found[name].flatten() for name in names]), expected)
+
+
+def test_labels_cannot_be_drawn_for_a_nets_own_loss() -> None:
+    with pytest.raises(FederationError, match="'ggn' draws labels from the net's scores, which a net's own loss"):
+        DiagonalCurvature(Margin(), kind="ggn")
 
 
 def test_an_unknown_curvature_is_refused() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fl_lightning.errors import FederationError
+from fl_lightning.federate import federate
 from fl_lightning.methods import FedAvg, FedBPS, FedPer, Local
 from fl_lightning.methods.fedbps import MASK, OWN, VARIANCE, largest
 from fl_lightning.methods.held_out import held_out
@@ -166,6 +168,36 @@ def test_variances_are_those_of_the_trained_model_on_its_own_samples() -> None:
                 total[name] += p.grad.square()  # type: ignore[union-attr]
         expected = {name: 1 / (value + 0.5) for name, value in total.items()}
         assert largest_difference({n: message.tensors[VARIANCE + n] for n in method.sizes}, expected) < 1e-9
+
+
+class Scaled(LightningModule):
+    """The cross entropy times k."""
+
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.net, self.k = mlp(), k
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.k * nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("curvature", "ratio"), [("fisher", 100.0), ("hessian", 10.0)])
+def test_a_nets_own_loss_decides_the_variance(curvature: Any, ratio: float) -> None:
+    """At the same weights: ten times the loss has a hundred times the squares and ten times the second derivative."""
+    curvatures = []
+    for k in (1.0, 10.0):
+        method: Any = federate(Scaled(k), FedBPS, curvature=curvature, **{**OPTIONS, "lr": 0.0})
+        got: list[Message] = []
+        method.on_before_aggregate = got.extend
+        fit(method, blobs(), rounds=1)
+        curvatures.append(1 / method._flat(got[0].tensors, VARIANCE) - 1)
+    assert float(curvatures[0].max()) > 0.1
+    torch.testing.assert_close(curvatures[1], ratio * curvatures[0], rtol=1e-6, atol=1e-9)
+    with pytest.raises(FederationError, match="curvature='ggn' draws labels"):
+        federate(Scaled(1.0), FedBPS, curvature="ggn", lr=0.1)
 
 
 def test_the_literal_reading_sends_the_inverse() -> None:
