@@ -95,7 +95,9 @@ def test_loss_is_that_of_the_received_model_over_all_training_data(engine: str) 
         torch.testing.assert_close(message.tensors[LOSS], expected, rtol=1e-12, atol=0)
 
 
-def test_loss_is_taken_in_eval_mode_with_own_labels_and_without_augmentation() -> None:
+@pytest.mark.parametrize("buffers", ["average", "keep", "reset"])
+def test_loss_is_taken_in_eval_mode_with_own_labels_and_without_augmentation(buffers: Any) -> None:
+    """Of the model as it is evaluated: in the second round with the running statistics of the first."""
     torch.manual_seed(0)
     net, inner = LeNetBN(num_classes=CLASSES), blobs((16, 24), (1, 28, 28)).federation
     maps = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
@@ -105,16 +107,26 @@ def test_loss_is_taken_in_eval_mode_with_own_labels_and_without_augmentation() -
     data = TensorFederation(
         inner.inputs, inner.targets, **lists, num_classes=CLASSES, augment=True, transform=lambda x, rng: -x
     )
-    method = QFFL(copy.deepcopy(net), lr=0.1)
-    messages: list[Message] = []
-    method.on_before_aggregate = messages.extend  # type: ignore[attr-defined]
-    fit(method, data, rounds=1)
-    net = net.double().eval()
-    for message in messages:
-        index = inner.train[message.client]
-        target = maps[message.client][inner.targets[index]]
-        expected = torch.nn.functional.cross_entropy(net(inner.inputs[index].double()), target)
-        torch.testing.assert_close(message.tensors[LOSS], expected, rtol=1e-9, atol=0)
+    method = QFFL(net, lr=0.1, buffers=buffers, engine="stacked")
+    expected: dict[int, torch.Tensor] = {}
+    tracked: list[int] = []
+
+    def evaluated(client: int, message: Any) -> None:
+        model = copy.deepcopy(method.net).eval()
+        model.load_state_dict(method.personal_state(client))
+        index = inner.train[client]
+        output, target = model(inner.inputs[index].double()), maps[client][inner.targets[index]]
+        expected[client] = torch.nn.functional.cross_entropy(output, target).detach()
+
+    def compared(messages: list[Message]) -> None:
+        for message in messages:
+            torch.testing.assert_close(message.tensors[LOSS], expected.pop(message.client), rtol=1e-9, atol=0)
+            if buffers != "keep":
+                tracked.append(int(message.tensors["bn1.num_batches_tracked"]))
+
+    method.on_client_start, method.on_before_aggregate = evaluated, compared  # type: ignore[attr-defined]
+    fit(method, data, rounds=2)
+    assert tracked == {"average": [2, 3, 5, 6], "keep": [], "reset": [2, 3, 2, 3]}[buffers]  # training starts anew
 
 
 def test_order_of_messages_does_not_matter() -> None:
