@@ -514,6 +514,18 @@ def test_growing_is_by_layer_and_between_runs() -> None:
         fit(method, blobs((16, 8), (1, 28, 28)), rounds=1)
 
 
+def test_a_store_on_disk_does_not_grow(tmp_path: Path) -> None:
+    """What clients keep there has one size: refused before anything changes, and the run goes on."""
+    method = waffle(store=str(tmp_path))
+    fit(method, blobs(), rounds=1)
+    before = state_of(method)
+    with pytest.raises(FederationError, match=r"^A store on disk has rows of one size, .*: leave store out\.$"):
+        method.grow(5)
+    assert largest_difference(before, state_of(method)) == 0.0
+    assert method.factors == method.hparams["factors"] == {"fc1": FACTORS}
+    fit(method, blobs(), rounds=1)
+
+
 # ---- settings ----------------------------------------------------------------------------------------------------
 
 
