@@ -23,7 +23,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, WAFFLe, WAFFLeL1
 from fl_lightning.methods.factorized import FactorizedModule
 from fl_lightning.module import FederatedModule
-from fl_lightning.nets import MLP, CNNFashion, LeNet5, LeNetBN, factorize
+from fl_lightning.nets import MLP, CNNFashion, FactorizedLinear, FedNet, LeNet5, LeNetBN, factorize
 from fl_lightning.wire import State
 from tests.support import CLASSES, FEATURES, RAGGED, blobs, fit, largest_difference, mlp, trainer, weights
 
@@ -500,6 +500,30 @@ def test_growing_changes_no_existing_client(kind: type[FactorizedModule], dictio
     torch.testing.assert_close(outputs(loaded, 0, data), outputs(method, 0, data), rtol=0, atol=1e-5)
     if isinstance(loaded, WAFFLe):
         assert loaded.alpha == {"fc1": 0.8 * FACTORS}  # the prior of the first factors is as it was
+
+
+class Native(FedNet):
+    """Builds its factorised layer itself."""
+
+    def __init__(self, factors: int = 7) -> None:
+        super().__init__()
+        self.fc1, self.head = FactorizedLinear(FEATURES, 16, factors), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.fc1(x)))
+
+
+@pytest.mark.parametrize("kind", [WAFFLe, WAFFLeL1])
+def test_a_grown_dictionary_of_a_net_with_its_own_factors_is_loaded(
+    kind: type[FactorizedModule], tmp_path: Path
+) -> None:
+    method, data = waffle(kind, Native(), factors=None), blobs()
+    fit(method, data, rounds=1)
+    method.grow(2)
+    loaded: Any = kind.load_from_checkpoint(saved(method, data, tmp_path, rounds=1)).double()
+    assert loaded.factors == {"fc1": 9}
+    for client in range(4):
+        torch.testing.assert_close(outputs(loaded, client, data), outputs(method, client, data), rtol=0, atol=1e-5)
 
 
 def test_growing_is_by_layer_and_between_runs() -> None:
