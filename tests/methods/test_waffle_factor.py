@@ -569,7 +569,11 @@ def test_a_store_on_disk_does_not_grow(tmp_path: Path) -> None:
         ({"vi_lr_mult": -1.0}, "vi_lr_mult must be 0 or more"),
         ({"kl_weight": -0.1}, "kl_weight must be 0 or more"),
         ({"adapt_epochs": 0}, "adapt_epochs must be 1 or more"),
-        ({"alpha": {"head": 1.0}}, "alpha must be greater than 0, for factorised layers only"),
+        ({"alpha": {"head": 1.0}}, "must be greater than 0.001, for factorised layers only, not .*'head': 1.0"),
+        ({"alpha": {"fc1": 0.0}}, "must be greater than 0.001, for factorised layers only, not {'fc1': 0.0}"),
+        ({"alpha": {"fc1": -1.0}}, "must be greater than 0.001, for factorised layers only, not {'fc1': -1.0}"),
+        ({"alpha": {"fc1": 5e-4}}, "must be greater than 0.001, for factorised layers only, not {'fc1': 0.0005}"),
+        ({"alpha_ratio": 5e-5}, r"alpha_ratio times the number of factors, .* must be greater than 0.001"),
     ],
     ids=str,
 )
