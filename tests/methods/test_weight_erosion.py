@@ -13,8 +13,9 @@ from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, Local, WeightErosion
 from fl_lightning.methods.weight_erosion import LEFT
-from tests.engine.test_equality import differ
-from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
+from fl_lightning.nets import LeNetBN
+from tests.engine.test_equality import differ, seeded
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, trainer, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
 
@@ -129,6 +130,16 @@ def test_updates_without_length_are_at_no_distance() -> None:
     assert method.weight_history().eq(0.25).all()
 
 
+def test_an_agent_that_takes_no_step_measures_nobody() -> None:
+    """Its one sample is no batch to normalise over: there is no length to measure the others' distances by."""
+    net = seeded(lambda: LeNetBN(num_classes=CLASSES))
+    method = WeightErosion(net, lr=0.05, batch_size=8, agent_of_interest=1, distance_penalty=0.3, engine="stacked")
+    fit(method, blobs((17, 1, 9), (1, 28, 28)), rounds=2)
+    assert (method.distance_history()[:, 0, [0, 2]] > 1e-3).all()
+    torch.testing.assert_close(method.weight_history(), torch.full((2, 1, 3), 1 / 3).double())
+    assert (method.memory[LEFT] == 1).all()
+
+
 def test_all_agents_at_once_equal_a_run_for_each(tmp_path: Path) -> None:
     """Also where weights are gone and their agents no longer train."""
     together = erosion(agent_of_interest="all", distance_penalty=0.3)
@@ -184,6 +195,20 @@ def test_another_fit_begins_with_whole_weights_and_the_trained_model() -> None:
     assert method.weight_history().shape == (1, 4, 4)
     assert not torch.equal(method.weight_history()[0], first)
     assert largest_difference(method.personal_state(3), trained) > 0
+
+
+@pytest.mark.parametrize("clients", [3, 5])
+def test_models_of_all_agents_are_for_as_many_clients(clients: int, tmp_path: Path) -> None:
+    method, other = erosion(agent_of_interest="all"), blobs((20,) * clients)
+    fit(method, blobs(), rounds=1).save_checkpoint(tmp_path / "all.ckpt")
+    sentence = f"^agent_of_interest=all has a model for each of 4 clients, but the data has {clients}: use the data"
+    with pytest.raises(FederationError, match=sentence):
+        trainer().test(method, datamodule=other, verbose=False)
+    with pytest.raises(FederationError, match=sentence):
+        fit(method, other, rounds=1)
+    with pytest.raises(FederationError, match=sentence):
+        trainer().test(erosion(agent_of_interest="all"), other, ckpt_path=str(tmp_path / "all.ckpt"), verbose=False)
+    assert trainer().test(method, datamodule=blobs(), verbose=False)
 
 
 def test_an_update_that_is_left_out_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
