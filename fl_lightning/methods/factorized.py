@@ -290,7 +290,7 @@ class FactorizedModule(FederatedModule, ABC):
         if self._trainer is not None and self._trainer.training:
             raise FederationError("The dictionary cannot grow within a run: grow it before fit.")
         if isinstance(self.snapshots, DiskSnapshotStore):
-            raise FederationError("A store on disk has rows of one size, which cannot grow with the dictionary: leave store out.")
+            raise FederationError("A store on disk has rows of one size, which cannot grow: leave store out.")
         amounts = {layer: extra for layer in self.factors} if isinstance(extra, int) else dict(extra)
         unknown = sorted(amounts.keys() - self.factors.keys())
         if unknown:

@@ -25,8 +25,8 @@ class WeightErosion(AgentsOfInterest):
         d_i = ||g_i - g_agent|| / ||g_agent||,    g_i = -dy_i / lr,
 
     and loses p_d (1 + p_s floor((r - 1) B / n_i)) d_i of its weight, which never falls below 0; B is the batch size.
-    Where g_agent is 0 there is nothing to measure by, and nobody loses weight. The model moves by the weighted mean of all updates. A weight that is gone stays gone, so such agents are not
-    trained any more.
+    Where g_agent is 0 there is nothing to measure by, and nobody loses weight. The model moves by the weighted mean of
+    all updates. A weight that is gone stays gone, so such agents are not trained any more.
 
     Args:
         net: the network.

@@ -217,8 +217,8 @@ def factorize(
         generator: draws the factors; None: torch's global generator.
 
     Raises:
-        FederationError: if a name is not one of a ``Linear`` or ``Conv2d`` layer of the net, or of one that is factorised
-            into more.
+        FederationError: if a name is not one of a ``Linear`` or ``Conv2d`` layer of the net, or the layer has more
+            factors already.
 
     Example:
         >>> net = factorize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"0": 3})

@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fl_lightning import seeding
 from fl_lightning.errors import FederationError
 from fl_lightning.federate import federate
+from fl_lightning.laplace import DiagonalCurvature, client_curvature
 from fl_lightning.methods import FedAvg, FedBPS, FedPer, Local
 from fl_lightning.methods.fedbps import MASK, OWN, VARIANCE, largest
 from fl_lightning.methods.held_out import held_out
@@ -168,6 +170,38 @@ def test_variances_are_those_of_the_trained_model_on_its_own_samples() -> None:
                 total[name] += p.grad.square()  # type: ignore[union-attr]
         expected = {name: 1 / (value + 0.5) for name, value in total.items()}
         assert largest_difference({n: message.tensors[VARIANCE + n] for n in method.sizes}, expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("curvature", "settings"), [("fisher", (5, 7, 1)), ("ggn", (5, 3, 2)), ("hessian", (1024, 128, 2))]
+)
+def test_the_settings_of_the_approximation(
+    curvature: Any, settings: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean curvature of the samples that were drawn, times the number of all samples of the client."""
+    names = ("laplace_samples", "chunk_size", "laplace_draws")
+    options: dict[str, Any] = {**OPTIONS, **dict(zip(names, settings, strict=True))}
+    method, data = FedBPS(mlp(), curvature=curvature, prior_precision=0.5, **options), blobs()
+    got: list[Message] = []
+    asked: set[tuple[int, ...]] = set()
+
+    def noted(*args: Any) -> Any:
+        asked.add(args[5:])
+        return client_curvature(*args)
+
+    monkeypatch.setattr("fl_lightning.methods.fedbps.client_curvature", noted)
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, data, rounds=1)
+    assert asked == {settings}
+    diagonal = DiagonalCurvature(mlp().double(), kind=curvature)
+    for message in got:
+        client, state = message.client, {name: message.tensors[name] for name in method.sizes}
+        rngs = {client: seeding.stream(0, "laplace", 0, client)}
+        settled = (torch.float64, settings[0], 64, settings[2])
+        (found,) = client_curvature(diagonal, data.federation, {client: state}, rngs, *settled).values()
+        expected = {name: message.samples * h.clamp(min=0) for name, h in found.items()}
+        sent = {name: 1 / message.tensors[VARIANCE + name] - 0.5 for name in method.sizes}
+        assert largest_difference(sent, expected) < 1e-9
 
 
 class Scaled(LightningModule):

@@ -13,7 +13,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import QFFL, FedAvg
 from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import Message
-from tests.engine.test_equality import differ, trained
+from tests.engine.test_equality import NETS, differ, seeded, trained
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
 
@@ -67,19 +67,25 @@ def test_one_client(engine: str, q: float) -> None:
 
 
 @ENGINES
-def test_update_is_the_papers(engine: str) -> None:
-    """Delta_k, h_k and the step as Algorithm 2 writes them."""
+@pytest.mark.parametrize("net", ["mlp", "lenet_bn"])
+def test_update_is_the_papers(engine: str, net: str) -> None:
+    """Delta_k, h_k and the step as Algorithm 2 writes them; running statistics are averaged and do not count."""
     q, lr = 0.7, 0.1
-    method = QFFL(mlp(), q=q, lr=lr, epochs=2, engine=engine)
-    before, messages = one_round(method)
+    made, shape = NETS[net]
+    method = QFFL(seeded(made), q=q, lr=lr, epochs=2, engine=engine)
+    before, messages = one_round(method, shape=shape)
     assert len(messages) == 4
-    lipschitz, delta, h = 1 / lr, {n: torch.zeros_like(v) for n, v in before.items()}, 0.0
+    names = [name for name, _ in method.net.named_parameters()]
+    lipschitz, delta, h = 1 / lr, {n: torch.zeros_like(before[n]) for n in names}, 0.0
     for message in messages:
         loss = float(message.tensors[LOSS]) + 1e-10
-        change = {n: lipschitz * (before[n] - message.tensors[n]) for n in before}
-        delta = {n: delta[n] + loss**q * change[n] for n in before}
+        change = {n: lipschitz * (before[n] - message.tensors[n]) for n in names}
+        delta = {n: delta[n] + loss**q * change[n] for n in names}
         h += q * loss ** (q - 1) * float(sum(c.pow(2).sum() for c in change.values())) + lipschitz * loss**q
-    assert largest_difference(weights(method), {n: before[n] - delta[n] / h for n in before}) < 1e-12
+    after = weights(method)
+    assert largest_difference({n: after[n] for n in names}, {n: before[n] - delta[n] / h for n in names}) < 1e-12
+    for name in (name for name in after if "running" in name):
+        torch.testing.assert_close(after[name], torch.stack([m.tensors[name] for m in messages]).mean(0))
 
 
 @ENGINES

@@ -82,7 +82,7 @@ class Reference:
 
     def loss(self, x: Tensor, y: Tensor, u_b: Tensor, u_v: Tensor, kl: bool) -> Tensor:
         a, w = self.own["a"], self.weights
-        b = torch.sigmoid((a + torch.log(u_b / (1 - u_b))) / self.method.temperature)
+        b = torch.sigmoid((a + torch.log(u_b / (1 - u_b))) / (2 / 3))
         dense = w["fc1.wa"] @ torch.diag(w["fc1.r"] * b) @ w["fc1.wb"]
         hidden = torch.relu(x @ dense.T + w["fc1.bias"])
         loss = F.cross_entropy(hidden @ w["head.weight"].T + w["head.bias"], y)
@@ -580,6 +580,11 @@ def test_a_store_on_disk_does_not_grow(tmp_path: Path) -> None:
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederationError, match=message):
         waffle(**options)
+
+
+def test_initial_factors_have_the_scale_of_those_that_the_prior_has_active() -> None:
+    method = WAFFLe(MLP(), {"fc1": 120}, epochs=2)
+    assert float(method.net.fc1.wa.detach().var()) == pytest.approx(1 / 68.317, rel=0.03)  # type: ignore[union-attr, operator]
 
 
 def test_initial_factors_are_those_of_the_seed() -> None:

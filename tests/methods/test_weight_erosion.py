@@ -46,6 +46,28 @@ def test_the_weights_and_the_model_by_hand() -> None:
     assert largest_difference(weights(method), server) < 1e-12
 
 
+def test_distances_are_over_trainable_parameters_alone() -> None:
+    """Running statistics cross with the weights, but do not count."""
+    method, sent = WeightErosion(seeded(lambda: LeNetBN(num_classes=CLASSES)), lr=0.1, engine="stacked"), []
+    method.on_before_aggregate = sent.extend  # type: ignore[attr-defined]
+    fit(method, blobs((19, 9, 16), (1, 28, 28)), rounds=1)
+    names = [name for name, _ in method.net.named_parameters()]
+    flat = torch.stack([torch.cat([message.tensors[name].flatten() for name in names]) for message in sent])
+    torch.testing.assert_close(method.distance_history()[0, 0], (flat - flat[0]).norm(dim=1))
+
+
+def test_the_default_penalties_are_a_tenth_of_an_agents_share_and_two() -> None:
+    """Four rounds, so that the smallest agent's samples have been seen and the second penalty counts."""
+    left = []
+    for options in ({}, {"distance_penalty": 0.1 / 4, "size_penalty": 2.0}, {"distance_penalty": 0.1 / 4}):
+        method = erosion(**options)
+        fit(method, blobs(), rounds=4)
+        left.append(method.memory[LEFT])
+    assert torch.equal(left[0], left[1])
+    assert torch.equal(left[0], left[2])
+    assert 0 < float(left[0].min()) < 1
+
+
 def test_small_agents_lose_more_once_their_samples_have_been_seen() -> None:
     """floor((r - 1) B / n_i) counts batches against samples: with B = 8 and n = 16 it is 1 in round 3."""
     lost = []
@@ -226,6 +248,11 @@ def test_an_update_that_is_left_out_counts_nothing(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="left out clients 2"):
         fit(method, blobs(), rounds=1)
     torch.testing.assert_close(method.weight_history()[0, 0], torch.tensor([1, 1, 0, 1]).double() / 3)
+    method = erosion(distance_penalty=0.3)
+    with pytest.warns(UserWarning, match="left out clients 2"):
+        fit(method, blobs(), rounds=1)
+    assert method.memory[LEFT][0, 2] == 1  # it was not measured
+    assert method.memory[LEFT][0, 3] < 1
     monkeypatch.setattr(WeightErosion, "finish", broken(0))
     method = erosion()
     start = weights(method)
