@@ -146,7 +146,7 @@ class DiagonalCurvature:
     def _loss(
         self, state: State, x: Tensor, y: Tensor, zeros: State, uniform: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """The loss of a sample, at a label drawn by a uniform number if there is one, and the inputs of tapped layers."""
+        """The loss of a sample, at a label drawn by a uniform number if there is one; the inputs of tapped layers."""
         output, inputs = self._run(state, self._asked(x[None], y[None]), zeros)
         if isinstance(self.net.skeleton, LossNet):
             return output, inputs
