@@ -20,6 +20,7 @@ from fl_lightning import seeding
 from fl_lightning.engine import FunctionalNet
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
+from fl_lightning.nets import LossNet
 from fl_lightning.wire import State
 
 CurvatureKind = Literal["fisher", "ggn", "hessian"]
@@ -33,6 +34,17 @@ def categorical(outputs: Tensor, uniform: Tensor) -> Tensor:
     """Classes drawn from the softmax of logits, by inversion, shape (B,)."""
     cumulative = outputs.softmax(-1).cumsum(-1)
     return (cumulative[..., :-1] <= uniform[..., None]).sum(-1)
+
+
+def check_curvature(net: nn.Module, kind: str) -> None:
+    """Refuse what is no curvature, and drawn labels for a net that brings its own loss."""
+    if kind not in ("fisher", "ggn", "hessian"):
+        raise FederationError(f"curvature must be fisher, ggn or hessian, not {kind!r}.")
+    if kind == "ggn" and isinstance(net, LossNet):
+        raise FederationError(
+            "curvature='ggn' draws labels from the net's scores, which a net's own loss does not say how to do: use "
+            "fisher or hessian."
+        )
 
 
 class DiagonalCurvature:
@@ -53,7 +65,7 @@ class DiagonalCurvature:
     Args:
         net: the network; copied.
         names: the parameters; None means all that are trainable.
-        loss: mean loss of a batch.
+        loss: mean loss of a batch; a net that brings its own (:class:`~fl_lightning.nets.LossNet`) is asked for that.
         kind: which curvature.
         labels: how ``ggn`` draws labels.
     """
@@ -66,8 +78,7 @@ class DiagonalCurvature:
         kind: CurvatureKind = "fisher",
         labels: Labels = categorical,
     ) -> None:
-        if kind not in ("fisher", "ggn", "hessian"):
-            raise FederationError(f"curvature must be fisher, ggn or hessian, not {kind!r}.")
+        check_curvature(net, kind)
         self.net, self.loss, self.kind, self.labels = FunctionalNet(net), loss, kind, labels
         self.names = [name for name, p in net.named_parameters() if p.requires_grad] if names is None else list(names)
         # While the net runs: what goes in and out of fully connected layers, and zeros that are added to what goes out.
@@ -96,31 +107,31 @@ class DiagonalCurvature:
         return self._squares(states, x, y, weight, torch.zeros_like(weight) if noise is None else noise)
 
     def _squares(self, states: State, x: Tensor, y: Tensor, weight: Tensor, noise: Tensor) -> State:
-        taps = self._taps(states, x)
+        taps = self._taps(states, x, y)
         covered = {f"{layer}.{part}" for layer in taps for part in ("weight", "bias")}
         plain = [name for name in self.names if name not in covered]
 
         def gradient(state: State, zeros: State, x: Tensor, y: Tensor, weight: Tensor, u: Tensor) -> Any:
             def objective(own: State, zeros: State) -> tuple[Tensor, State]:
-                output, inputs = self._run({**state, **own}, x[None], zeros)
-                target = self.labels(output.detach(), u[None]) if self.kind == "ggn" else y[None]
-                return weight * self.loss(output, target), inputs
+                loss, inputs = self._loss({**state, **own}, x, y, zeros, u if self.kind == "ggn" else None)
+                return weight * loss, inputs
 
             own = {name: state[name] for name in plain}
             return torch.func.grad(objective, argnums=(0, 1), has_aux=True)(own, zeros)
 
         samples = torch.vmap(gradient, in_dims=(None, None, 0, 0, 0, 0))
         (own, outputs), inputs = torch.vmap(samples, in_dims=(0, None, 0, 0, 0, 0))(states, taps, x, y, weight, noise)
-        found = {name: g.square_().sum(1) for name, g in own.items()}
+        # Not in place: of what does not reach the loss the gradient is a single 0, expanded.
+        found = {name: g.square().sum(1) for name, g in own.items()}
         for layer, g in outputs.items():
-            squares = g.square_()
+            squares = g.square()
             found[f"{layer}.weight"] = squares.mT @ inputs[layer].square()
             found[f"{layer}.bias"] = squares.sum(1)
         return {name: found[name] for name in self.names}
 
     def _hutchinson(self, state: State, x: Tensor, y: Tensor, weight: Tensor, signs: State) -> State:
         def one(own: State, x: Tensor, y: Tensor) -> Tensor:
-            return self.loss(self._run({**state, **own}, x[None], {})[0], y[None])
+            return self._loss({**state, **own}, x, y, {})[0]
 
         def total(own: State) -> Tensor:
             return (torch.vmap(one, in_dims=(None, 0, 0))(own, x, y) * weight).sum()
@@ -132,7 +143,21 @@ class DiagonalCurvature:
         product = torch.func.grad(along)({name: state[name] for name in self.names})
         return {name: signs[name] * value for name, value in product.items()}
 
-    def _run(self, state: State, x: Tensor, zeros: State) -> tuple[Tensor, State]:
+    def _loss(
+        self, state: State, x: Tensor, y: Tensor, zeros: State, uniform: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """The loss of a sample, at a label drawn by a uniform number if there is one; the inputs of tapped layers."""
+        output, inputs = self._run(state, self._asked(x[None], y[None]), zeros)
+        if isinstance(self.net.skeleton, LossNet):
+            return output, inputs
+        target = y[None] if uniform is None else self.labels(output.detach(), uniform[None])
+        return self.loss(output, target), inputs
+
+    def _asked(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """What the net is called with: inputs, or a pair for a net that brings its own loss."""
+        return (x, y) if isinstance(self.net.skeleton, LossNet) else x
+
+    def _run(self, state: State, x: Tensor | tuple[Tensor, Tensor], zeros: State) -> tuple[Tensor, State]:
         """The net's output, with zeros added to the outputs of some layers, and the inputs of these layers."""
         self._zeros, self._seen = zeros, {}
         try:
@@ -148,11 +173,12 @@ class DiagonalCurvature:
 
         return hook
 
-    def _taps(self, states: State, x: Tensor) -> State:
+    def _taps(self, states: State, x: Tensor, y: Tensor) -> State:
         """Zeros for the outputs of fully connected layers that the net uses once, on one vector for each sample."""
         self._seen = {}
         with torch.no_grad():
-            self.net({name: value[0] for name, value in states.items()}, x[0, :1], {}, training=False)
+            state = {name: value[0] for name, value in states.items()}
+            self.net(state, self._asked(x[0, :1], y[0, :1]), {}, training=False)
         seen, self._seen = self._seen, {}
         once = {layer: calls[0][1] for layer, calls in seen.items() if len(calls) == 1 and calls[0][0].dim() == 2}
         return {layer: torch.zeros_like(output[0]) for layer, output in once.items()}

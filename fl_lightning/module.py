@@ -192,10 +192,11 @@ class FederatedModule(LightningModule):
 
     def begin(self, client: int, message: State) -> State:
         """The state a client trains from: what it received, and its own entries (at first the common initial ones)."""
-        state = self.server_state()
+        state, own = self.server_state(), self.snapshots[client].private
         if self.buffers_policy == "reset":
             state |= {name: value.to(state[name]) for name, value in self._initial_buffers.items()}
-        return {**state, **message, **self.snapshots[client].private}
+            own = {name: value for name, value in own.items() if name not in self._initial_buffers}
+        return {**state, **message, **own}
 
     def after_training(self, states: Mapping[int, State], round: int) -> None:
         """Called with the states of a stack of trained clients, to add entries for ``finish`` to them; adds none."""

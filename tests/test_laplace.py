@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_lightning import seeding
 from fl_lightning.errors import FederationError
 from fl_lightning.laplace import DiagonalCurvature, categorical, client_curvature, posterior_variance, precision
-from fl_lightning.nets import MLP, LeNet5, LeNetBN, ResNet20
+from fl_lightning.nets import MLP, LeNet5, LeNetBN, LossNet, ResNet20
 from tests.support import CLASSES, FEATURES, blobs, largest_difference, mlp
 
 State = dict[str, Tensor]
@@ -92,6 +93,33 @@ def test_empirical_fisher_is_the_sum_of_squared_gradients_of_single_samples(name
     for k, samples in ((0, 5), (1, 3)):
         own = {name: value[k] for name, value in found.items()}
         assert largest_difference(own, by_autograd(nets[k], x[k, :samples], y[k, :samples])) < 1e-12
+
+
+class Idle(nn.Module):
+    """A layer that is never called, one whose output goes nowhere, and a bare parameter that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.nowhere = nn.Linear(FEATURES, 3), nn.Linear(FEATURES, 3)
+        self.free = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.nowhere(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["fisher", "ggn", "hessian"])
+def test_parameters_that_do_not_reach_the_loss_have_no_curvature(kind: Any) -> None:
+    """Their variance is the prior's."""
+    net, (x, y) = seeded(Idle), batch((FEATURES,), 5)
+    weight = torch.ones(1, 5, dtype=torch.float64)
+    size = sum(p.numel() for p in net.parameters()) if kind == "hessian" else 5
+    found = DiagonalCurvature(net, kind=kind)(stacked(net), x, y, weight, torch.full((1, size), 0.5).double())
+    variance = posterior_variance(found, 5, 4.0)
+    for name in ("never.weight", "never.bias", "nowhere.weight", "nowhere.bias", "free"):
+        assert torch.equal(variance[name][0], torch.full_like(net.get_parameter(name), 1 / 4.0)), name
+    assert bool((found["head.weight"] != 0).all())
 
 
 def test_squares_of_the_mean_gradient_are_something_else() -> None:
@@ -287,6 +315,46 @@ def test_running_statistics_are_used_and_not_changed() -> None:
     found = DiagonalCurvature(net)(before, x, y, torch.ones(1, 2, dtype=torch.float64))
     assert largest_difference({n: v[0] for n, v in found.items()}, by_autograd(net, x[0], y[0])) < 1e-9
     assert largest_difference(before, stacked(net)) == 0.0
+
+
+class Margin(LossNet):
+    """Brings its own loss, in which it uses a layer twice that its scores need once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, batch: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        if not isinstance(batch, tuple):
+            return self.head(torch.tanh(self.fc(batch)))
+        x, y = batch
+        target = (y[:, None] == torch.arange(CLASSES)).to(x.dtype)
+        return (self(x) - target).square().sum(1).mean() + self.head(torch.tanh(self.fc(-x))).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("kind", ["fisher", "hessian"])
+def test_a_nets_own_loss_is_what_is_differentiated(kind: Any) -> None:
+    net, (x, y) = seeded(Margin), batch((FEATURES,), 4)
+    names = [name for name, _ in net.named_parameters()]
+    flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    def loss(flat: Tensor, n: int) -> Tensor:
+        parts = torch.split(flat, [p.numel() for p in net.parameters()])
+        state = {name: v.view_as(p) for name, v, p in zip(names, parts, net.parameters(), strict=True)}
+        return torch.func.functional_call(net, state, ((x[0, n : n + 1], y[0, n : n + 1]),))
+
+    signs = orthogonal_signs(len(flat)) if kind == "hessian" else torch.ones(1, 4, dtype=torch.float64)
+    found = repeated(net, x, y, kind, signs)
+    if kind == "fisher":
+        expected = sum(torch.autograd.functional.jacobian(partial(loss, n=n), flat).square() for n in range(4))
+    else:
+        expected = sum(torch.autograd.functional.hessian(partial(loss, n=n), flat).diagonal() for n in range(4))
+    torch.testing.assert_close(torch.cat([found[name].flatten() for name in names]), expected)
+
+
+def test_labels_cannot_be_drawn_for_a_nets_own_loss() -> None:
+    with pytest.raises(FederationError, match="'ggn' draws labels from the net's scores, which a net's own loss"):
+        DiagonalCurvature(Margin(), kind="ggn")
 
 
 def test_an_unknown_curvature_is_refused() -> None:

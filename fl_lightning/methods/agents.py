@@ -101,12 +101,23 @@ class AgentsOfInterest(FederatedModule):
     def on_fit_start(self) -> None:
         """It follows the module to its device, as the clients do; models take its precision, weights keep theirs."""
         super().on_fit_start()
+        self._check_models()
         self.memory = {
             name: moved(value, self.device, self.compute_dtype if name.startswith(EACH) else value.dtype)
             for name, value in self.memory.items()
         }
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def _check_models(self) -> None:
+        """Refuse data with other clients than those whose models are held; a checkpoint has been read by now."""
+        clients = self.federation.num_clients
+        models = next((len(value) for name, value in self.memory.items() if name.startswith(EACH)), clients)
+        if models != clients:
+            raise FederationError(
+                f"agent_of_interest=all has a model for each of {models} clients, but the data has {clients}: use the "
+                "data that it was trained on."
+            )
 
     # ---- numbers --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
+from fl_lightning.client import DiskSnapshotStore
 from fl_lightning.engine import Batch, Gradient, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
@@ -288,6 +289,8 @@ class FactorizedModule(FederatedModule, ABC):
         """
         if self._trainer is not None and self._trainer.training:
             raise FederationError("The dictionary cannot grow within a run: grow it before fit.")
+        if isinstance(self.snapshots, DiskSnapshotStore):
+            raise FederationError("A store on disk has rows of one size, which cannot grow: leave store out.")
         amounts = {layer: extra for layer in self.factors} if isinstance(extra, int) else dict(extra)
         unknown = sorted(amounts.keys() - self.factors.keys())
         if unknown:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from fl_lightning import seeding
 from fl_lightning.errors import FederationError
-from fl_lightning.laplace import CurvatureKind, DiagonalCurvature, client_curvature, posterior_variance, precision
+from fl_lightning.laplace import (
+    CurvatureKind,
+    DiagonalCurvature,
+    check_curvature,
+    client_curvature,
+    posterior_variance,
+    precision,
+)
 from fl_lightning.methods.factorized import choice
 from fl_lightning.methods.held_out import best_on_held_out
 from fl_lightning.module import FederatedModule
@@ -88,7 +95,8 @@ class FedBPS(FederatedModule):
                 raise FederationError(f"{name} must be 1 or more, not {value}.")
         self.ranking = choice("ranking", ranking, ("global", "per_tensor"))
         self.reading = choice("reading", reading, ("inverse", "literal"))
-        self.curvature: CurvatureKind = choice("curvature", curvature, ("fisher", "ggn", "hessian"))
+        check_curvature(self.net, curvature)
+        self.curvature: CurvatureKind = curvature
         self.given_p = p
         self.prior_precision, self.chunk_size = prior_precision, chunk_size
         self.laplace_samples, self.laplace_draws = laplace_samples, laplace_draws

@@ -51,10 +51,16 @@ class QFFL(FederatedModule):
             raise FederationError("QFFL estimates the Lipschitz constant as 1 / lr: lr must be greater than 0.")
         self.q = q
 
+    def message_down(self, client: int) -> State:
+        """The shared entries, with the running statistics that the loss needs even where training resets them."""
+        state = self.server_state()
+        return {name: state[name] for name in self.shared_names}
+
     def begin(self, client: int, message: State) -> State:
         """As FedAvg, after a pass over the client's data with the received model."""
-        state = super().begin(client, message)
-        return state | {LOSS: mean_loss(self, state, client).to(self.compute_dtype)}
+        state = super().begin(client, {name: value for name, value in message.items() if self._sends(name)})
+        received = {**state, **message, **self.snapshots[client].private}
+        return state | {LOSS: mean_loss(self, received, client).to(self.compute_dtype)}
 
     def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
         """The trained model and the loss of the received one."""

@@ -50,7 +50,7 @@ class WAFFLe(FactorizedModule):
         net: the network, dense or with factorised layers.
         factors: number of factors of each layer to factorise, by name.
         alpha_ratio: concentration of the prior as a share of the number of factors, alpha / F.
-        alpha: concentration by layer, in place of ``alpha_ratio``.
+        alpha: concentration by layer, in place of ``alpha_ratio``; more than 0.001, c's floor.
         temperature: of the relaxed Bernoulli samples.
         schedule: ``alternate`` or ``joint``.
         selection_epochs: how many of a round's epochs ``alternate`` gives to the selection.
@@ -104,13 +104,14 @@ class WAFFLe(FactorizedModule):
             )
         self.temperature, self.selection_epochs, self.vi_lr_mult = temperature, selection_epochs, vi_lr_mult
         self.kl_weight, self.logit_bound = kl_weight, logit_bound
-        effective = {
-            m: dist.expected_active(n, (alpha or {}).get(m, alpha_ratio * n)) for m, n in (factors or {}).items()
-        }
-        self.factorise(factors, effective)
-        self.alpha = {layer: alpha_ratio * number for layer, number in self.factors.items()} | (alpha or {})
-        if self.alpha.keys() != self.factors.keys() or not all(value > 0 for value in self.alpha.values()):
-            raise FederationError(f"alpha must be greater than 0, for factorised layers only, not {alpha}.")
+        numbers = {layer: module.factors for layer, module in self.layers.items()} | (factors or {})
+        self.alpha = {layer: alpha_ratio * number for layer, number in numbers.items()} | (alpha or {})
+        if self.alpha.keys() != numbers.keys() or not all(value > FLOOR for value in self.alpha.values()):
+            raise FederationError(
+                f"alpha (alpha_ratio times the number of factors, unless given) must be greater than {FLOOR}, for "
+                f"factorised layers only, not {self.alpha}."
+            )
+        self.factorise(factors, {layer: dist.expected_active(n, self.alpha[layer]) for layer, n in numbers.items()})
 
     # ---- the posterior ----------------------------------------------------------------------------------------
 

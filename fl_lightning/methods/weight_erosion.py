@@ -25,8 +25,8 @@ class WeightErosion(AgentsOfInterest):
         d_i = ||g_i - g_agent|| / ||g_agent||,    g_i = -dy_i / lr,
 
     and loses p_d (1 + p_s floor((r - 1) B / n_i)) d_i of its weight, which never falls below 0; B is the batch size.
-    The model moves by the weighted mean of all updates. A weight that is gone stays gone, so such agents are not
-    trained any more.
+    Where g_agent is 0 there is nothing to measure by, and nobody loses weight. The model moves by the weighted mean of
+    all updates. A weight that is gone stays gone, so such agents are not trained any more.
 
     Args:
         net: the network.
@@ -52,7 +52,7 @@ class WeightErosion(AgentsOfInterest):
         clients = self.federation.num_clients
         penalty = 0.1 / clients if self.distance_penalty is None else self.distance_penalty
         passes = (self.this_round - 1) * self.local.batch_size // self.federation.train.sizes.cpu()
-        relative = (distances / moved[:, None].clamp_min(TINY)).nan_to_num(0.0)
+        relative = (distances / moved[:, None]).where(moved[:, None] >= TINY, 0.0).nan_to_num(0.0)
         left = (self._left() - penalty * (1 + self.size_penalty * passes) * relative).clamp_min(0.0)
         self.memory[LEFT] = left.to(self.device)
         return left / left.sum(1, keepdim=True)

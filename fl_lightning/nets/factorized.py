@@ -210,13 +210,15 @@ def factorize(
     """A copy of a net in which the named layers are factorised, with freshly drawn factors.
 
     Args:
-        net: any network; it is not changed. A named layer that is factorised already, with as many factors, is kept.
+        net: any network; it is not changed. A named layer that is factorised already is kept, and grown if it has fewer
+            factors: so a dictionary that has grown is made again for its checkpoint.
         factors: number of factors of each layer, by the layer's name.
         effective: how many factors of a layer are active on average, by its name; where it says nothing, all of them.
         generator: draws the factors; None: torch's global generator.
 
     Raises:
-        FederationError: if a name is not one of a ``Linear`` or ``Conv2d`` layer of the net.
+        FederationError: if a name is not one of a ``Linear`` or ``Conv2d`` layer of the net, or the layer has more
+            factors already.
 
     Example:
         >>> net = factorize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"0": 3})
@@ -227,8 +229,10 @@ def factorize(
     for name, number in factors.items():
         layer = _named(net, name)
         if isinstance(layer, FactorizedLayer):
-            if layer.factors != number:
+            if layer.factors > number:
                 raise FederationError(f"Layer {name!r} is factorised already, into {layer.factors} factors.")
+            if layer.factors < number:
+                layer.grow(number - layer.factors, generator)
             continue
         with torch.device("cpu"):  # drawn there, whatever the device
             made = _convert(name, layer, number, (effective or {}).get(name))

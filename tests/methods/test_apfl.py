@@ -91,6 +91,16 @@ def test_one_round_by_hand() -> None:
     assert alpha != 0.4
 
 
+def test_clients_are_evaluated_with_the_mixing_weight_they_adapted() -> None:
+    method = APFL(mlp(), alpha=0.5, lr=0.5, epochs=3, batch_size=8, engine="stacked")
+    fit(method, blobs(), rounds=4)
+    for client in range(4):
+        alpha, server, mine = float(method.snapshots[client].private[ALPHA]), weights(method), own(method, client)
+        assert abs(alpha - 0.5) > 1e-3
+        expected = {name: alpha * mine[name] + (1 - alpha) * value for name, value in server.items()}
+        assert largest_difference(method.personal_state(client), expected) < 1e-12
+
+
 def test_alpha_moves_and_stays_between_0_and_1() -> None:
     method = APFL(mlp(), alpha=0.5, lr=0.5, epochs=3, batch_size=8)
     fit(method, blobs(), rounds=8)

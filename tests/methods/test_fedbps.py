@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fl_lightning import seeding
 from fl_lightning.errors import FederationError
+from fl_lightning.federate import federate
+from fl_lightning.laplace import DiagonalCurvature, client_curvature
 from fl_lightning.methods import FedAvg, FedBPS, FedPer, Local
 from fl_lightning.methods.fedbps import MASK, OWN, VARIANCE, largest
 from fl_lightning.methods.held_out import held_out
@@ -17,6 +21,7 @@ from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import Message, pack_bits, unpack_bits
 from tests.engine.test_equality import NETS, differ, seeded
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, untimed, weights
+from tests.test_laplace import Idle
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
@@ -136,6 +141,18 @@ def test_weights_without_any_gradient_have_the_largest_variance_and_become_perso
     assert bool(marked[:, :5].all())
 
 
+@pytest.mark.parametrize("curvature", ["fisher", "ggn", "hessian"])
+def test_parameters_that_do_not_reach_the_loss_have_the_variance_of_the_prior(curvature: Any) -> None:
+    method = FedBPS(seeded(Idle), p=0.5, curvature=curvature, prior_precision=4.0, **OPTIONS)
+    got: list[Message] = []
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, blobs(), rounds=1)
+    for message in got:
+        for name in ("never.weight", "nowhere.bias", "free"):
+            assert bool((message.tensors[VARIANCE + name] == 1 / 4.0).all())
+        assert float(message.tensors[VARIANCE + "head.weight"].min()) < 1 / 4.0
+
+
 def test_variances_are_those_of_the_trained_model_on_its_own_samples() -> None:
     """By autograd, sample by sample, with n h + delta = the plain sum + delta."""
     data, method, got = blobs(), FedBPS(mlp(), p=0.5, prior_precision=0.5, **OPTIONS), []
@@ -153,6 +170,68 @@ def test_variances_are_those_of_the_trained_model_on_its_own_samples() -> None:
                 total[name] += p.grad.square()  # type: ignore[union-attr]
         expected = {name: 1 / (value + 0.5) for name, value in total.items()}
         assert largest_difference({n: message.tensors[VARIANCE + n] for n in method.sizes}, expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("curvature", "settings"), [("fisher", (5, 7, 1)), ("ggn", (5, 3, 2)), ("hessian", (1024, 128, 2))]
+)
+def test_the_settings_of_the_approximation(
+    curvature: Any, settings: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean curvature of the samples that were drawn, times the number of all samples of the client."""
+    names = ("laplace_samples", "chunk_size", "laplace_draws")
+    options: dict[str, Any] = {**OPTIONS, **dict(zip(names, settings, strict=True))}
+    method, data = FedBPS(mlp(), curvature=curvature, prior_precision=0.5, **options), blobs()
+    got: list[Message] = []
+    asked: set[tuple[int, ...]] = set()
+
+    def noted(*args: Any) -> Any:
+        asked.add(args[5:])
+        return client_curvature(*args)
+
+    monkeypatch.setattr("fl_lightning.methods.fedbps.client_curvature", noted)
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, data, rounds=1)
+    assert asked == {settings}
+    diagonal = DiagonalCurvature(mlp().double(), kind=curvature)
+    for message in got:
+        client, state = message.client, {name: message.tensors[name] for name in method.sizes}
+        rngs = {client: seeding.stream(0, "laplace", 0, client)}
+        settled = (torch.float64, settings[0], 64, settings[2])
+        (found,) = client_curvature(diagonal, data.federation, {client: state}, rngs, *settled).values()
+        expected = {name: message.samples * h.clamp(min=0) for name, h in found.items()}
+        sent = {name: 1 / message.tensors[VARIANCE + name] - 0.5 for name in method.sizes}
+        assert largest_difference(sent, expected) < 1e-9
+
+
+class Scaled(LightningModule):
+    """The cross entropy times k."""
+
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.net, self.k = mlp(), k
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.k * nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("curvature", "ratio"), [("fisher", 100.0), ("hessian", 10.0)])
+def test_a_nets_own_loss_decides_the_variance(curvature: Any, ratio: float) -> None:
+    """At the same weights: ten times the loss has a hundred times the squares and ten times the second derivative."""
+    curvatures = []
+    for k in (1.0, 10.0):
+        method: Any = federate(Scaled(k), FedBPS, curvature=curvature, **{**OPTIONS, "lr": 0.0})
+        got: list[Message] = []
+        method.on_before_aggregate = got.extend
+        fit(method, blobs(), rounds=1)
+        curvatures.append(1 / method._flat(got[0].tensors, VARIANCE) - 1)
+    assert float(curvatures[0].max()) > 0.1
+    torch.testing.assert_close(curvatures[1], ratio * curvatures[0], rtol=1e-6, atol=1e-9)
+    with pytest.raises(FederationError, match="curvature='ggn' draws labels"):
+        federate(Scaled(1.0), FedBPS, curvature="ggn", lr=0.1)
 
 
 def test_the_literal_reading_sends_the_inverse() -> None:

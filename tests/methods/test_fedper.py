@@ -88,6 +88,19 @@ def test_batchnorm_belongs_to_the_base_unless_it_is_named() -> None:
     assert set(named.private_names) == bn | HEAD
 
 
+def test_private_running_statistics_start_anew_and_are_kept_for_evaluation() -> None:
+    method = FedPer(LeNetBN(num_classes=CLASSES), personal=["head", "bn1"], lr=0.1, batch_size=8, buffers="reset")
+    fit(method, blobs((16, 8), (1, 28, 28)), rounds=3)
+    for client, batches in enumerate((2, 1)):
+        assert int(method.snapshots[client].private["bn1.num_batches_tracked"]) == batches  # of the last round
+        state = method.personal_state(client)
+        assert torch.equal(state["bn1.running_mean"], method.snapshots[client].private["bn1.running_mean"])
+        assert float(state["bn1.running_mean"].abs().max()) > 0
+    begun = method.begin(0, method.message_down(0))
+    assert float(begun["bn1.running_mean"].abs().max()) == 0.0
+    assert torch.equal(begun["bn1.weight"], method.snapshots[0].private["bn1.weight"])  # weights go on
+
+
 def test_single_entries_and_blocks_have_names_too() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU()), nn.Linear(8, CLASSES))
     assert FedPer(net).private_names == ("1.weight", "1.bias")

@@ -13,7 +13,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import QFFL, FedAvg
 from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import Message
-from tests.engine.test_equality import differ, trained
+from tests.engine.test_equality import NETS, differ, seeded, trained
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
 
@@ -67,19 +67,25 @@ def test_one_client(engine: str, q: float) -> None:
 
 
 @ENGINES
-def test_update_is_the_papers(engine: str) -> None:
-    """Delta_k, h_k and the step as Algorithm 2 writes them."""
+@pytest.mark.parametrize("net", ["mlp", "lenet_bn"])
+def test_update_is_the_papers(engine: str, net: str) -> None:
+    """Delta_k, h_k and the step as Algorithm 2 writes them; running statistics are averaged and do not count."""
     q, lr = 0.7, 0.1
-    method = QFFL(mlp(), q=q, lr=lr, epochs=2, engine=engine)
-    before, messages = one_round(method)
+    made, shape = NETS[net]
+    method = QFFL(seeded(made), q=q, lr=lr, epochs=2, engine=engine)
+    before, messages = one_round(method, shape=shape)
     assert len(messages) == 4
-    lipschitz, delta, h = 1 / lr, {n: torch.zeros_like(v) for n, v in before.items()}, 0.0
+    names = [name for name, _ in method.net.named_parameters()]
+    lipschitz, delta, h = 1 / lr, {n: torch.zeros_like(before[n]) for n in names}, 0.0
     for message in messages:
         loss = float(message.tensors[LOSS]) + 1e-10
-        change = {n: lipschitz * (before[n] - message.tensors[n]) for n in before}
-        delta = {n: delta[n] + loss**q * change[n] for n in before}
+        change = {n: lipschitz * (before[n] - message.tensors[n]) for n in names}
+        delta = {n: delta[n] + loss**q * change[n] for n in names}
         h += q * loss ** (q - 1) * float(sum(c.pow(2).sum() for c in change.values())) + lipschitz * loss**q
-    assert largest_difference(weights(method), {n: before[n] - delta[n] / h for n in before}) < 1e-12
+    after = weights(method)
+    assert largest_difference({n: after[n] for n in names}, {n: before[n] - delta[n] / h for n in names}) < 1e-12
+    for name in (name for name in after if "running" in name):
+        torch.testing.assert_close(after[name], torch.stack([m.tensors[name] for m in messages]).mean(0))
 
 
 @ENGINES
@@ -95,7 +101,9 @@ def test_loss_is_that_of_the_received_model_over_all_training_data(engine: str) 
         torch.testing.assert_close(message.tensors[LOSS], expected, rtol=1e-12, atol=0)
 
 
-def test_loss_is_taken_in_eval_mode_with_own_labels_and_without_augmentation() -> None:
+@pytest.mark.parametrize("buffers", ["average", "keep", "reset"])
+def test_loss_is_taken_in_eval_mode_with_own_labels_and_without_augmentation(buffers: Any) -> None:
+    """Of the model as it is evaluated: in the second round with the running statistics of the first."""
     torch.manual_seed(0)
     net, inner = LeNetBN(num_classes=CLASSES), blobs((16, 24), (1, 28, 28)).federation
     maps = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
@@ -105,16 +113,26 @@ def test_loss_is_taken_in_eval_mode_with_own_labels_and_without_augmentation() -
     data = TensorFederation(
         inner.inputs, inner.targets, **lists, num_classes=CLASSES, augment=True, transform=lambda x, rng: -x
     )
-    method = QFFL(copy.deepcopy(net), lr=0.1)
-    messages: list[Message] = []
-    method.on_before_aggregate = messages.extend  # type: ignore[attr-defined]
-    fit(method, data, rounds=1)
-    net = net.double().eval()
-    for message in messages:
-        index = inner.train[message.client]
-        target = maps[message.client][inner.targets[index]]
-        expected = torch.nn.functional.cross_entropy(net(inner.inputs[index].double()), target)
-        torch.testing.assert_close(message.tensors[LOSS], expected, rtol=1e-9, atol=0)
+    method = QFFL(net, lr=0.1, buffers=buffers, engine="stacked")
+    expected: dict[int, torch.Tensor] = {}
+    tracked: list[int] = []
+
+    def evaluated(client: int, message: Any) -> None:
+        model = copy.deepcopy(method.net).eval()
+        model.load_state_dict(method.personal_state(client))
+        index = inner.train[client]
+        output, target = model(inner.inputs[index].double()), maps[client][inner.targets[index]]
+        expected[client] = torch.nn.functional.cross_entropy(output, target).detach()
+
+    def compared(messages: list[Message]) -> None:
+        for message in messages:
+            torch.testing.assert_close(message.tensors[LOSS], expected.pop(message.client), rtol=1e-9, atol=0)
+            if buffers != "keep":
+                tracked.append(int(message.tensors["bn1.num_batches_tracked"]))
+
+    method.on_client_start, method.on_before_aggregate = evaluated, compared  # type: ignore[attr-defined]
+    fit(method, data, rounds=2)
+    assert tracked == {"average": [2, 3, 5, 6], "keep": [], "reset": [2, 3, 2, 3]}[buffers]  # training starts anew
 
 
 def test_order_of_messages_does_not_matter() -> None:

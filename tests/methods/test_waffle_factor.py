@@ -23,7 +23,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, WAFFLe, WAFFLeL1
 from fl_lightning.methods.factorized import FactorizedModule
 from fl_lightning.module import FederatedModule
-from fl_lightning.nets import MLP, CNNFashion, LeNet5, LeNetBN, factorize
+from fl_lightning.nets import MLP, CNNFashion, FactorizedLinear, FedNet, LeNet5, LeNetBN, factorize
 from fl_lightning.wire import State
 from tests.support import CLASSES, FEATURES, RAGGED, blobs, fit, largest_difference, mlp, trainer, weights
 
@@ -82,7 +82,7 @@ class Reference:
 
     def loss(self, x: Tensor, y: Tensor, u_b: Tensor, u_v: Tensor, kl: bool) -> Tensor:
         a, w = self.own["a"], self.weights
-        b = torch.sigmoid((a + torch.log(u_b / (1 - u_b))) / self.method.temperature)
+        b = torch.sigmoid((a + torch.log(u_b / (1 - u_b))) / (2 / 3))
         dense = w["fc1.wa"] @ torch.diag(w["fc1.r"] * b) @ w["fc1.wb"]
         hidden = torch.relu(x @ dense.T + w["fc1.bias"])
         loss = F.cross_entropy(hidden @ w["head.weight"].T + w["head.bias"], y)
@@ -502,6 +502,30 @@ def test_growing_changes_no_existing_client(kind: type[FactorizedModule], dictio
         assert loaded.alpha == {"fc1": 0.8 * FACTORS}  # the prior of the first factors is as it was
 
 
+class Native(FedNet):
+    """Builds its factorised layer itself."""
+
+    def __init__(self, factors: int = 7) -> None:
+        super().__init__()
+        self.fc1, self.head = FactorizedLinear(FEATURES, 16, factors), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.fc1(x)))
+
+
+@pytest.mark.parametrize("kind", [WAFFLe, WAFFLeL1])
+def test_a_grown_dictionary_of_a_net_with_its_own_factors_is_loaded(
+    kind: type[FactorizedModule], tmp_path: Path
+) -> None:
+    method, data = waffle(kind, Native(), factors=None), blobs()
+    fit(method, data, rounds=1)
+    method.grow(2)
+    loaded: Any = kind.load_from_checkpoint(saved(method, data, tmp_path, rounds=1)).double()
+    assert loaded.factors == {"fc1": 9}
+    for client in range(4):
+        torch.testing.assert_close(outputs(loaded, client, data), outputs(method, client, data), rtol=0, atol=1e-5)
+
+
 def test_growing_is_by_layer_and_between_runs() -> None:
     net = seeded(lambda: LeNet5(num_classes=CLASSES))
     method = waffle(net=net, factors={"conv2": 5, "fc1": 6})
@@ -512,6 +536,18 @@ def test_growing_is_by_layer_and_between_runs() -> None:
     method.on_round_end = lambda messages: method.grow(1)
     with pytest.raises(FederationError, match="cannot grow within a run"):
         fit(method, blobs((16, 8), (1, 28, 28)), rounds=1)
+
+
+def test_a_store_on_disk_does_not_grow(tmp_path: Path) -> None:
+    """What clients keep there has one size: refused before anything changes, and the run goes on."""
+    method = waffle(store=str(tmp_path))
+    fit(method, blobs(), rounds=1)
+    before = state_of(method)
+    with pytest.raises(FederationError, match=r"^A store on disk has rows of one size, .*: leave store out\.$"):
+        method.grow(5)
+    assert largest_difference(before, state_of(method)) == 0.0
+    assert method.factors == method.hparams["factors"] == {"fc1": FACTORS}
+    fit(method, blobs(), rounds=1)
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
@@ -533,13 +569,22 @@ def test_growing_is_by_layer_and_between_runs() -> None:
         ({"vi_lr_mult": -1.0}, "vi_lr_mult must be 0 or more"),
         ({"kl_weight": -0.1}, "kl_weight must be 0 or more"),
         ({"adapt_epochs": 0}, "adapt_epochs must be 1 or more"),
-        ({"alpha": {"head": 1.0}}, "alpha must be greater than 0, for factorised layers only"),
+        ({"alpha": {"head": 1.0}}, "must be greater than 0.001, for factorised layers only, not .*'head': 1.0"),
+        ({"alpha": {"fc1": 0.0}}, "must be greater than 0.001, for factorised layers only, not {'fc1': 0.0}"),
+        ({"alpha": {"fc1": -1.0}}, "must be greater than 0.001, for factorised layers only, not {'fc1': -1.0}"),
+        ({"alpha": {"fc1": 5e-4}}, "must be greater than 0.001, for factorised layers only, not {'fc1': 0.0005}"),
+        ({"alpha_ratio": 5e-5}, r"alpha_ratio times the number of factors, .* must be greater than 0.001"),
     ],
     ids=str,
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederationError, match=message):
         waffle(**options)
+
+
+def test_initial_factors_have_the_scale_of_those_that_the_prior_has_active() -> None:
+    method = WAFFLe(MLP(), {"fc1": 120}, epochs=2)
+    assert float(method.net.fc1.wa.detach().var()) == pytest.approx(1 / 68.317, rel=0.03)  # type: ignore[union-attr, operator]
 
 
 def test_initial_factors_are_those_of_the_seed() -> None:

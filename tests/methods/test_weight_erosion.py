@@ -13,8 +13,9 @@ from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, Local, WeightErosion
 from fl_lightning.methods.weight_erosion import LEFT
-from tests.engine.test_equality import differ
-from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
+from fl_lightning.nets import LeNetBN
+from tests.engine.test_equality import differ, seeded
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, trainer, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
 
@@ -43,6 +44,28 @@ def test_the_weights_and_the_model_by_hand() -> None:
     assert 0 < float(expected[1][0]) < 0.25  # something wore away, not everything
     torch.testing.assert_close(method.weight_history()[:, 0], torch.stack(expected), atol=1e-12, rtol=0)
     assert largest_difference(weights(method), server) < 1e-12
+
+
+def test_distances_are_over_trainable_parameters_alone() -> None:
+    """Running statistics cross with the weights, but do not count."""
+    method, sent = WeightErosion(seeded(lambda: LeNetBN(num_classes=CLASSES)), lr=0.1, engine="stacked"), []
+    method.on_before_aggregate = sent.extend  # type: ignore[attr-defined]
+    fit(method, blobs((19, 9, 16), (1, 28, 28)), rounds=1)
+    names = [name for name, _ in method.net.named_parameters()]
+    flat = torch.stack([torch.cat([message.tensors[name].flatten() for name in names]) for message in sent])
+    torch.testing.assert_close(method.distance_history()[0, 0], (flat - flat[0]).norm(dim=1))
+
+
+def test_the_default_penalties_are_a_tenth_of_an_agents_share_and_two() -> None:
+    """Four rounds, so that the smallest agent's samples have been seen and the second penalty counts."""
+    left = []
+    for options in ({}, {"distance_penalty": 0.1 / 4, "size_penalty": 2.0}, {"distance_penalty": 0.1 / 4}):
+        method = erosion(**options)
+        fit(method, blobs(), rounds=4)
+        left.append(method.memory[LEFT])
+    assert torch.equal(left[0], left[1])
+    assert torch.equal(left[0], left[2])
+    assert 0 < float(left[0].min()) < 1
 
 
 def test_small_agents_lose_more_once_their_samples_have_been_seen() -> None:
@@ -129,6 +152,16 @@ def test_updates_without_length_are_at_no_distance() -> None:
     assert method.weight_history().eq(0.25).all()
 
 
+def test_an_agent_that_takes_no_step_measures_nobody() -> None:
+    """Its one sample is no batch to normalise over: there is no length to measure the others' distances by."""
+    net = seeded(lambda: LeNetBN(num_classes=CLASSES))
+    method = WeightErosion(net, lr=0.05, batch_size=8, agent_of_interest=1, distance_penalty=0.3, engine="stacked")
+    fit(method, blobs((17, 1, 9), (1, 28, 28)), rounds=2)
+    assert (method.distance_history()[:, 0, [0, 2]] > 1e-3).all()
+    torch.testing.assert_close(method.weight_history(), torch.full((2, 1, 3), 1 / 3).double())
+    assert (method.memory[LEFT] == 1).all()
+
+
 def test_all_agents_at_once_equal_a_run_for_each(tmp_path: Path) -> None:
     """Also where weights are gone and their agents no longer train."""
     together = erosion(agent_of_interest="all", distance_penalty=0.3)
@@ -186,6 +219,20 @@ def test_another_fit_begins_with_whole_weights_and_the_trained_model() -> None:
     assert largest_difference(method.personal_state(3), trained) > 0
 
 
+@pytest.mark.parametrize("clients", [3, 5])
+def test_models_of_all_agents_are_for_as_many_clients(clients: int, tmp_path: Path) -> None:
+    method, other = erosion(agent_of_interest="all"), blobs((20,) * clients)
+    fit(method, blobs(), rounds=1).save_checkpoint(tmp_path / "all.ckpt")
+    sentence = f"^agent_of_interest=all has a model for each of 4 clients, but the data has {clients}: use the data"
+    with pytest.raises(FederationError, match=sentence):
+        trainer().test(method, datamodule=other, verbose=False)
+    with pytest.raises(FederationError, match=sentence):
+        fit(method, other, rounds=1)
+    with pytest.raises(FederationError, match=sentence):
+        trainer().test(erosion(agent_of_interest="all"), other, ckpt_path=str(tmp_path / "all.ckpt"), verbose=False)
+    assert trainer().test(method, datamodule=blobs(), verbose=False)
+
+
 def test_an_update_that_is_left_out_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     finish = WeightErosion.finish
 
@@ -201,6 +248,11 @@ def test_an_update_that_is_left_out_counts_nothing(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="left out clients 2"):
         fit(method, blobs(), rounds=1)
     torch.testing.assert_close(method.weight_history()[0, 0], torch.tensor([1, 1, 0, 1]).double() / 3)
+    method = erosion(distance_penalty=0.3)
+    with pytest.warns(UserWarning, match="left out clients 2"):
+        fit(method, blobs(), rounds=1)
+    assert method.memory[LEFT][0, 2] == 1  # it was not measured
+    assert method.memory[LEFT][0, 3] < 1
     monkeypatch.setattr(WeightErosion, "finish", broken(0))
     method = erosion()
     start = weights(method)

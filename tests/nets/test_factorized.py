@@ -161,7 +161,16 @@ def test_layers_inside_blocks_and_factorised_twice() -> None:
     twice = factorize(once, {"0.0": 3, "1": 2})
     assert torch.equal(twice[0][0].wa, once[0][0].wa)  # type: ignore[index]
     with pytest.raises(FederationError, match="factorised already, into 3"):
-        factorize(once, {"0.0": 4})
+        factorize(once, {"0.0": 2})
+
+
+def test_factorised_layers_with_fewer_factors_grow() -> None:
+    net = nn.Sequential(FactorizedLinear(4, 4, 3), FactorizedConv2d(1, 2, 3, 2))
+    made = factorize(net, {"0": 5, "1": 2}, generator=torch.Generator().manual_seed(0))
+    assert [layer.factors for layer in factorized_layers(made).values()] == [5, 2]
+    assert torch.equal(made[0].wa[:, :3], net[0].wa)  # type: ignore[index]
+    assert torch.equal(made[1].wb, net[1].wb)  # type: ignore[index]
+    assert [layer.factors for layer in factorized_layers(net).values()] == [3, 2]  # the given net stays
 
 
 def test_what_cannot_be_factorised_is_refused() -> None:
