@@ -20,9 +20,9 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedMA
 from fl_lightning.methods.fedma import OWN, PLACES, stages_of
 from fl_lightning.methods.matching import Matching
-from fl_lightning.nets import CNNCifar, FedNet, LeNet5, LeNetBN
-from fl_lightning.nets.derive import chain_units, check_units, derived_units
-from fl_lightning.nets.norms import add_norms
+from fl_lightning.nets import CNNCifar, FedNet, LeNet5, LeNetBN, ResNet18
+from fl_lightning.nets.derive import block_units, chain_units, check_units, derived_units
+from fl_lightning.nets.norms import add_norms, norm_layers
 from fl_lightning.nets.units import Units, recurrent_units, units_between
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
@@ -457,10 +457,21 @@ def test_cycles_of_other_nets(name: str) -> None:
 
 def test_stages() -> None:
     net = Residual()
-    stages = stages_of(list(entries(net)), net.units())
+    stages = stages_of(net, net.units())
     assert stages["stem.weight"] == stages["blocks.0.bn1.running_var"] == 0
     assert stages["blocks.0.conv2.weight"] == stages["blocks.0.bn2.bias"] == stages["blocks.1.conv2.weight"] == 1
     assert stages["blocks.1.conv3.weight"] == stages["head.bias"] == 2
+
+
+def test_a_normalisation_layer_is_averaged_in_one_round() -> None:
+    """Running statistics go with the weights of their layer, also outside all units, as on a residual stream."""
+    net = ResNet18()
+    stages = stages_of(net, block_units(net))
+    assert set(stages.values()) == set(range(9))
+    layers = norm_layers(net)
+    assert len(layers) == 20
+    for layer, module in layers.items():
+        assert len({stages[f"{layer}.{part}"] for part in module.state_dict()}) == 1, layer
 
 
 def test_layerwise_runs_resume(tmp_path: Path) -> None:
