@@ -56,6 +56,11 @@ class ParameterBiasCallback(CentralCallback):
         if not norm_layers(pl_module.net):
             name = type(pl_module.net).__name__
             raise FederationError(f"{name} has no normalisation layers whose parameters could be compared.")
+        if getattr(pl_module, "mode", None) == "grow":  # of FedMA
+            raise FederationError(
+                "mode='grow' adds units that a central model does not have: use fixed_width, or leave "
+                "ParameterBiasCallback out."
+            )
         if kept := pl_module.private_names:
             raise FederationError(
                 f"{type(pl_module).__name__} has no model of everybody's to compare, as clients keep {kept[0]}: leave "

@@ -22,7 +22,7 @@ from fl_lightning.callbacks.inferred import (
     two_sample_score,
 )
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import IFCA, FedAvg, FedDAF, FedGroup, FedPer, FeSEM, Local
+from fl_lightning.methods import IFCA, FedAvg, FedDAF, FedGroup, FedMA, FedPer, FeSEM, Local
 from fl_lightning.nets import LeNetBN
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, kill, make, run, stopped
@@ -167,6 +167,8 @@ def test_refusals() -> None:
         fit(FedPer(lenet()), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="MLP has no normalisation layers"):
         fit(FedAvg(mlp()), blobs(), rounds=1, callbacks=[ParameterBiasCallback()])
+    with pytest.raises(FederationError, match="mode='grow' adds units that a central model does not have"):
+        fit(FedMA(lenet(), mode="grow"), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="needs FedDAF, not Local"):
         fit(Local(mlp()), blobs(), rounds=1, callbacks=[InferredDistributionCallback()])
     with pytest.raises(FederationError, match="number must be 2 or more"):
