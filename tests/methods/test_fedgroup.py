@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,26 @@ def test_a_newcomer_that_diverges_in_the_cold_start_does_not_end_the_run(monkeyp
     run = fit(method, planted(), rounds=1)
     assert len(method.groups) == 4
     assert run.callback_metrics["clients/trained"] == 8
+    method = group()
     method.finish = lambda client, state, message: (  # type: ignore[method-assign]
         {name: value * torch.nan for name, value in state.items()},
         {},
     )
     with pytest.raises(FederationError, match=r"updates of all 4 clients .* are not finite"):
         fit(method, planted(), rounds=1)
+
+
+def test_a_second_fit_goes_on_with_the_groups_and_their_models() -> None:
+    method, stages = group(), []
+    fit(method, planted(), rounds=2)
+    groups, models = dict(method.groups), [{n: v.clone() for n, v in method.model_state(q).items()} for q in range(2)]
+    method.on_before_aggregate = lambda messages: stages.append(method.stage.name)  # type: ignore[attr-defined]
+    method.local = replace(method.local, lr=0.0)
+    fit(method, planted(), rounds=2)
+    assert stages == ["train", "train"]
+    assert method.groups == groups
+    for q in range(2):
+        assert largest_difference(method.model_state(q), models[q]) < 1e-15
 
 
 def test_others_take_the_same_steps_and_join_the_nearest_reference(monkeypatch: pytest.MonkeyPatch) -> None:
