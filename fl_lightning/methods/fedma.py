@@ -74,6 +74,8 @@ class FedMA(FederatedModule):
             )
         if self.buffers_policy == "keep":
             raise FederationError("FedMA moves running statistics with their units: buffers must not be keep.")
+        if layerwise and kwargs.get("store") is not None:
+            raise FederationError("layerwise=True lets clients keep other layers after every round: leave store out.")
         self.layerwise, self.matching = layerwise, Matching(sigma, sigma0, gamma0, sweeps)
         self.units: list[Units] = []
         #: Widths that the layers began with.

@@ -249,6 +249,25 @@ def test_scores_by_hand() -> None:
     )
 
 
+def test_clients_are_matched_anew_until_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sweep matches a client to what came before it, later ones to all others; the server's model counts."""
+    parties: list[int] = []
+    score = Matching.old_score
+
+    def spy(self: Matching, *args: Any) -> Any:
+        parties.append(args[-1])
+        return score(self, *args)
+
+    monkeypatch.setattr(Matching, "old_score", spy)
+    rng = np.random.default_rng(0)
+    reference, clients = rng.normal(size=(5, 2)), [rng.normal(size=(5, 2)) for _ in range(4)]
+    once, often = (Matching(sweeps=n)(reference, clients, np.random.default_rng(0))[0] for n in (0, 5))
+    assert any(not np.array_equal(a, b) for a, b in zip(once, often, strict=True))
+    before, after = (total_score(Matching(), reference, clients, places) for places in (once, often))
+    assert after > before
+    assert set(parties) == {len(clients) + 1}
+
+
 @pytest.mark.parametrize("most", [None, 20])
 def test_assignments_are_bijections_and_find_permuted_copies(most: int | None) -> None:
     rng = np.random.default_rng(0)
@@ -363,6 +382,19 @@ def test_grown_units_by_hand() -> None:
     assert net.fc1.out_features == net.head.in_features == 2  # type: ignore[union-attr]
 
 
+def test_running_statistics_of_grown_units_are_those_of_the_clients_that_have_them() -> None:
+    net = add_norms(mlp(hidden=(1,))).double()
+    with torch.no_grad():
+        net.fc1.weight.fill_(5.0)  # type: ignore[union-attr, operator]
+    own, other = ({n: v.clone() for n, v in net.state_dict().items()} for _ in range(2))
+    other["fc1.weight"] = -own["fc1.weight"]
+    own["fc1.norm.running_var"].fill_(2.0)
+    other["fc1.norm.running_var"].fill_(3.0)
+    mean = aggregated(net, [own, other], "added norms", mode="grow")
+    torch.testing.assert_close(mean["fc1.weight"], torch.cat([own["fc1.weight"], other["fc1.weight"]]))
+    assert mean["fc1.norm.running_var"].tolist() == pytest.approx([2.0, 3.0])
+
+
 def test_growing_runs_are_capped_and_resumed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "grow", "sigma": 0.02, "gamma0": 1e6, "sweeps": 0}
     whole = make(FedMA, **options)
@@ -430,6 +462,30 @@ def test_layer_by_layer() -> None:
         same = {n for n in everything if torch.equal(wire.model[round][n], before[n])}
         assert same == everything - changed
     assert set(method.snapshots[0].private) == {OWN + name for name in layers[1] | layers[2]}
+
+
+def test_the_layer_of_a_round_is_matched_before_it_is_averaged() -> None:
+    """Clients that send permuted copies of a layer leave it as it was."""
+    method, net = layerwise(), mlp(hidden=(16, 8)).double()
+    state = {n: v.clone() for n, v in net.state_dict().items()}
+    units, finish = units_of(net, inputs("mlp")), method.finish
+    copies = [state, *(shuffled(state, units, seed) for seed in (1, 2, 3))]
+    method.finish = lambda client, _, message: finish(client, copies[client], message)  # type: ignore[method-assign]
+    fit(method, blobs(), rounds=1)
+    assert largest_difference(copies[1], state) > 0.1
+    assert largest_difference(weights(method), state) < 1e-12
+
+
+def test_the_layer_of_a_round_is_averaged_by_samples() -> None:
+    method, sent = layerwise(), {}
+    method.matching = lambda reference, clients, rng, most: (  # type: ignore[assignment]
+        [np.arange(len(reference)) for _ in clients],
+        len(reference),
+    )
+    method.on_before_aggregate = lambda messages: sent.update({m.samples: m.tensors["fc1.weight"] for m in messages})  # type: ignore[attr-defined]
+    fit(method, blobs((19, 9, 16)), rounds=1)
+    mean = sum(samples * value for samples, value in sent.items()) / (19 + 9 + 16)
+    torch.testing.assert_close(weights(method)["fc1.weight"], mean)
 
 
 def test_a_client_goes_on_from_its_own_upper_layers_in_the_matched_order() -> None:
@@ -505,6 +561,7 @@ def test_layerwise_runs_resume(tmp_path: Path) -> None:
         ({"mode": "shrink"}, "mode must be fixed_width or grow, not 'shrink'"),
         ({"mode": "grow", "layerwise": True}, "leave out layerwise"),
         ({"buffers": "keep"}, "buffers must not be keep"),
+        ({"layerwise": True, "store": "folder"}, "leave store out"),
     ],
 )
 def test_bad_arguments_are_one_sentence(options: dict[str, Any], sentence: str) -> None:
