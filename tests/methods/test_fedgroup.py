@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.cluster import KMeans
 from sklearn.decomposition import TruncatedSVD
 
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedGroup, fedgroup
 from fl_lightning.methods.adaptation import Fitting, fit_entries
 from fl_lightning.methods.fedgroup import cosine_features, gram_matrix, k_means
+from fl_lightning.nets import LeNetBN
 from tests.support import blobs, fit, largest_difference, mlp, planted, weights
 
 
@@ -177,6 +179,21 @@ def test_before_the_first_round_everyone_has_the_initial_model() -> None:
     method = group()
     fit(method, blobs(), rounds=0)
     assert method.assignment() == [0, 0, 0, 0]
+
+
+def test_updates_are_those_of_trainable_parameters() -> None:
+    method = FedGroup(LeNetBN())
+    method.start = method.server_state()
+    assert method.update_of(method.server_state()).keys() == set(method.trainable_names)
+
+
+def test_twenty_clients_per_group_start_and_k_means_restarts_ten_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, made = group(clusters=1), []
+    fit(method, blobs([8] * 30), rounds=0)
+    assert [len(stage.clients) for stage in method.stages(0, [0])] == [20, 10, 1]
+    monkeypatch.setattr(fedgroup, "KMeans", lambda *args, **kwargs: made.append(kwargs) or KMeans(*args, **kwargs))
+    k_means(np.eye(4), 2, 0)
+    assert [(kwargs["init"], kwargs["n_init"]) for kwargs in made] == [("k-means++", 10)]
 
 
 def test_features_are_those_of_scikit_learns_svd() -> None:
