@@ -7,9 +7,10 @@ import csv
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.callbacks.central import CentralCallback, samples_trained, some_tests
+from fl_lightning.engine import entries
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets.norms import norm_layers
@@ -30,7 +31,7 @@ class ParameterBiasCallback(CentralCallback):
     """Mean absolute error of mu, sigma, beta and gamma against a central model, at the end of a fit.
 
     Written to ``parameter_bias.csv`` in the log folder: one row for every layer and statistic, for every statistic over
-    all layers, and for all together. Both models start from the same weights; else their units would be in different
+    all layers, and for all together. All models start from the same weights; else their units would be in different
     places. Layers without running statistics are measured on up to 2,000 test samples. Of a method with a model for
     every cluster the errors are means over the clusters that have clients.
 
@@ -55,11 +56,27 @@ class ParameterBiasCallback(CentralCallback):
         if not norm_layers(pl_module.net):
             name = type(pl_module.net).__name__
             raise FederationError(f"{name} has no normalisation layers whose parameters could be compared.")
+        if getattr(pl_module, "mode", None) == "grow":  # of FedMA
+            raise FederationError(
+                "mode='grow' adds units that a central model does not have: use fixed_width, or leave "
+                "ParameterBiasCallback out."
+            )
         if kept := pl_module.private_names:
             raise FederationError(
                 f"{type(pl_module).__name__} has no model of everybody's to compare, as clients keep {kept[0]}: leave "
                 "ParameterBiasCallback out."
             )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse methods whose models begin with different weights, which a central model cannot share."""
+        assert isinstance(pl_module, FederatedModule)
+        if not self.initial and not begin_alike(pl_module):
+            raise FederationError(
+                f"The models of {type(pl_module).__name__} begin with different weights, so their units are not those "
+                "of one central model: let them begin alike, as FeSEM does with centres=same, or leave "
+                "ParameterBiasCallback out."
+            )
+        super().on_fit_start(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Train the central model, compare, write the table."""
@@ -92,6 +109,13 @@ class ParameterBiasCallback(CentralCallback):
                 writer.writerows([layer, statistic, f"{value:.6g}"] for statistic, value in found.items())
             writer.writerows(["all", statistic, f"{value:.6g}"] for statistic, value in self.bias.items())
         rank_zero_info(f"Parameter bias {self.bias['all']:.4g}: {path}")
+
+
+def begin_alike(module: FederatedModule) -> bool:
+    """Whether all models of the server hold the same values; a server with one model has nothing to differ from."""
+    models = list(module.server) if isinstance(module.server, nn.ModuleList) else [module.server]
+    first, *others = map(entries, models)
+    return all(torch.equal(value, other[name]) for other in others for name, value in first.items())
 
 
 def all_statistics(module: FederatedModule, state: State) -> LayerStatistics:

@@ -39,7 +39,7 @@ class FedGroup(ClusterModels):
     and mean dw is the group's reference. All other clients then take the same steps and join the group with the least
     (1 - cos(dw_k, reference)) / 2. Groups never change after that.
 
-    The first round begins with the cold start, of which the clients keep nothing. A group that has no client, because
+    The first round of the first fit begins with the cold start, of which the clients keep nothing. A group that has no client, because
     there are fewer different clients than groups, keeps w0 and is joined by nobody.
 
     Args:
@@ -63,8 +63,12 @@ class FedGroup(ClusterModels):
     # ---- rounds -----------------------------------------------------------------------------------------------
 
     def stages(self, round: int, cohort: list[int]) -> Sequence[Stage]:
-        """The first round begins with the cold start, of some clients and then of the others."""
-        if round:
+        """The first round begins with the cold start, of some clients and then of the others.
+
+        Groups that an earlier fit formed go on; those of a round that is resumed after its cold start are its own.
+        """
+        formed = self.references and not self.completed_stages
+        if round or formed:
             return [Stage(cohort)]
         clients = self.federation.num_clients
         rng = seeding.stream(self.seed, "cold clients")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning import seeding
 from fl_lightning.engine import Phase, entries
@@ -74,6 +74,8 @@ class FedMA(FederatedModule):
             )
         if self.buffers_policy == "keep":
             raise FederationError("FedMA moves running statistics with their units: buffers must not be keep.")
+        if layerwise and kwargs.get("store") is not None:
+            raise FederationError("layerwise=True lets clients keep other layers after every round: leave store out.")
         self.layerwise, self.matching = layerwise, Matching(sigma, sigma0, gamma0, sweeps)
         self.units: list[Units] = []
         #: Widths that the layers began with.
@@ -100,7 +102,7 @@ class FedMA(FederatedModule):
                 f"mode='grow' needs units that take whole dimensions, which those of {type(self.net).__name__} do not: "
                 "use fixed_width."
             )
-        self._stages = stages_of(list(entries(self.net)), self.units)
+        self._stages = stages_of(self.net, self.units)
 
     # ---- a round ----------------------------------------------------------------------------------------------
 
@@ -249,16 +251,18 @@ class FedMA(FederatedModule):
         super().on_load_checkpoint(checkpoint)
 
 
-def stages_of(names: Sequence[str], units: Sequence[Units]) -> dict[str, int]:
+def stages_of(net: nn.Module, units: Sequence[Units]) -> dict[str, int]:
     """The round of a cycle in which each entry is matched and averaged.
 
     An entry goes with the last units it makes; one that only reads units goes with the next stage, and one that has to
-    do with none with the entry before it.
+    do with none with the entry before it. Entries come layer by layer, so that running statistics go with the weights
+    of their layer.
 
     Args:
-        names: the net's entries, in order.
-        units: the net's units, in order.
+        net: the network.
+        units: its units, in order.
     """
+    own = entries(net)  # its parameters, then its buffers
     makes: dict[str, int] = {}
     reads: dict[str, int] = {}
     for number, group in enumerate(units):
@@ -266,7 +270,7 @@ def stages_of(names: Sequence[str], units: Sequence[Units]) -> dict[str, int]:
             (reads if axis.role == "use" else makes)[axis.entry] = number
     stages: dict[str, int] = {}
     before = 0
-    for name in names:
+    for name in (name for name in net.state_dict() if name in own):
         before = makes[name] if name in makes else reads[name] + 1 if name in reads else before
         stages[name] = before
     return stages

@@ -76,7 +76,10 @@ def chain_units(net: nn.Module, x: Tensor) -> list[Units]:
             makers += [name] if makers else []
             continue
         if makers:
-            found.append(units_between(net, makers, [name]))
+            try:
+                found.append(units_between(net, makers, [name]))
+            except FederationError as error:  # it reads something else than the layer before it makes
+                raise FederationError(_cannot(net)) from error
         makers = [name]
     return found
 
@@ -93,9 +96,13 @@ def check_units(net: nn.Module, call: Any, state: Mapping[str, Tensor], x: Tenso
     """
     generator = torch.Generator().manual_seed(0)
 
-    def varied(value: Tensor) -> Tensor:  # at first many entries are equal, as those of normalisation layers
-        noise = 0.1 * torch.rand(value.shape, generator=generator, dtype=torch.float64)
-        return value.double() + noise.to(value.device)
+    def varied(value: Tensor) -> Tensor:
+        """With noise, as at first many entries are equal, such as those of normalisation layers.
+
+        Around 0 in matrices, whose features would else grow from layer to layer until biases are lost in rounding.
+        """
+        noise = torch.rand(value.shape, generator=generator, dtype=torch.float64) - 0.5 * (value.dim() > 1)
+        return value.double() + 0.1 * noise.to(value.device)
 
     before = {name: varied(value) if value.is_floating_point() else value for name, value in state.items()}
     after, x = before, x.double() if x.is_floating_point() else x

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.nets.units import Units, units_between
 
 
 def _conv(in_channels: int, out_channels: int, stride: int = 1, size: int = 3) -> nn.Sequential:
@@ -96,6 +97,11 @@ class _DLA(FedNet):
         x = self.tree4(self.tree3(self.tree2(self.tree1(self.stem(x)))))
         logits: Tensor = self.head(F.avg_pool2d(x, 4).flatten(1))
         return logits
+
+    def units(self) -> list[Units]:
+        """Channels inside blocks; what shortcuts and roots see stays."""
+        blocks = [name for name, module in self.named_modules() if isinstance(module, _Block)]
+        return [units_between(self, [f"{name}.first.0", f"{name}.first.1"], [f"{name}.second.0"]) for name in blocks]
 
 
 class DLA(_DLA):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.nets.units import Units, units_between
 
 
 class ThinBlock(nn.Module):
@@ -78,6 +79,11 @@ class ResNet20(FedNet):
         x = self.stage3(self.stage2(self.stage1(x)))
         logits: Tensor = self.head(x.mean((2, 3)))
         return logits
+
+    def units(self) -> list[Units]:
+        """Channels inside blocks; those on the residual stream stay."""
+        blocks = [name for name, module in self.named_modules() if isinstance(module, ThinBlock)]
+        return [units_between(self, [f"{name}.conv1", f"{name}.bn1"], [f"{name}.conv2"]) for name in blocks]
 
 
 class ResNet32(ResNet20):

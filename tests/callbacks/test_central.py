@@ -22,7 +22,7 @@ from fl_lightning.callbacks.inferred import (
     two_sample_score,
 )
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import IFCA, FedAvg, FedDAF, FedGroup, FedPer, Local
+from fl_lightning.methods import IFCA, FedAvg, FedDAF, FedGroup, FedMA, FedPer, FeSEM, Local
 from fl_lightning.nets import LeNetBN
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, kill, make, run, stopped
@@ -134,14 +134,29 @@ def test_a_run_that_is_stopped_after_its_last_round_compares_when_resumed(tmp_pa
 
 
 def test_the_models_of_clusters_that_have_clients_are_compared(tmp_path: Path) -> None:
-    """Clients choose the second or the third of three models: the first, which stays as it was drawn, plays no part."""
-    callback, method = ParameterBiasCallback(folder=str(tmp_path)), IFCA(lenet(), clusters=3, lr=0.1, engine="stacked")
-    method.choose = lambda client, models: 1 + client % 2  # type: ignore[method-assign]
+    """Clients go to the second or the third of three models: the first, which stays as it began, plays no part."""
+    callback = ParameterBiasCallback(folder=str(tmp_path))
+    method = FeSEM(lenet(), clusters=3, centres="same", lr=0.1, engine="stacked")
+    method.nearest = lambda: {client: 1 + client % 2 for client in method.known}  # type: ignore[method-assign]
     fit(method, blobs((19, 9, 16), IMAGE), rounds=2, callbacks=[callback])
     central = callback.central_state(method.trainer, method)["bn1.running_mean"]
     errors = [(method.model_state(q)["bn1.running_mean"] - central).abs().mean() for q in (1, 2)]
     assert errors[0] != errors[1]
     assert callback.by_layer["bn1"]["mu"] == pytest.approx(float(sum(errors)) / 2)
+
+
+def test_models_that_begin_with_different_weights_are_refused_before_training(tmp_path: Path) -> None:
+    """One central model cannot begin with all of theirs; models that parted since, in a resumed run, are fine."""
+    for method in (IFCA(lenet(), clusters=2), FeSEM(lenet(), clusters=2)):
+        with pytest.raises(FederationError, match=f"models of {type(method).__name__} begin with different weights"):
+            fit(method, blobs((9, 8), IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
+        assert method.completed_rounds == 0
+    fit(IFCA(lenet(), clusters=1), blobs((9, 8), IMAGE), rounds=0, callbacks=[ParameterBiasCallback()])
+    options = {"clusters": 2, "cold_steps": 1}
+    stopped(make(FedGroup, **options), tmp_path, ParameterBiasCallback(), Stop("on_round_end", 3, kill))
+    callback = ParameterBiasCallback(folder=str(tmp_path))
+    run(make(FedGroup, **options), tmp_path, callback, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert callback.bias
 
 
 def test_passes_leave_the_cold_start_out_and_are_one_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +177,8 @@ def test_refusals() -> None:
         fit(FedPer(lenet()), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="MLP has no normalisation layers"):
         fit(FedAvg(mlp()), blobs(), rounds=1, callbacks=[ParameterBiasCallback()])
+    with pytest.raises(FederationError, match="mode='grow' adds units that a central model does not have"):
+        fit(FedMA(lenet(), mode="grow"), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="needs FedDAF, not Local"):
         fit(Local(mlp()), blobs(), rounds=1, callbacks=[InferredDistributionCallback()])
     with pytest.raises(FederationError, match="number must be 2 or more"):

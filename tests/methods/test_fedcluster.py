@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from fl_lightning import seeding
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedCluster
 from fl_lightning.methods.fedcluster import dominant_class
-from tests.support import blobs, fit, largest_difference, mlp, sgd, weights
+from tests.support import CLASSES, blobs, fit, largest_difference, mlp, sgd, weights
 
 MANY = (19, 9, 16, 8, 30, 12, 24)
 
@@ -83,6 +84,9 @@ def test_groups_by_dominant_class() -> None:
     classes = [dominant_class(data.federation, client) for client in range(8)]
     assert classes == [0, 1, 2, 3] * 2
     assert method.assignment() == classes
+    maps = torch.arange(CLASSES).repeat(8, 1)
+    maps[4] = torch.tensor([1, 0, 2, 3])  # calls the first two classes by each other's name
+    assert [dominant_class(replace(data.federation, label_maps=maps), client) for client in (0, 4)] == [0, 1]
 
 
 def test_everyone_has_the_same_model_and_groups_do_help_nobody_to_another() -> None:

@@ -21,7 +21,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedDAF
 from fl_lightning.methods.feddaf import MEASURED
 from fl_lightning.methods.fusion import Fusion, Projection, capped, fusion_weights
-from fl_lightning.methods.fusion_vae import Noise, belonging, expected_allocation
+from fl_lightning.methods.fusion_vae import FLOOR, Noise, belonging, expected_allocation
 from fl_lightning.nets import BiLSTM, FedNet, LeNetBN
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
@@ -97,6 +97,18 @@ def test_warmup_equals_fedavg_and_the_first_refit_does_not() -> None:
         rounds[number] = largest_difference(weights(one), weights(other))
     assert rounds[1] == 0.0
     assert rounds[2] > 1e-6
+
+
+def test_options_of_the_inference_count() -> None:
+    drawn = []
+    for weights_ in ("expected", "sampled"):
+        method = daf(components=4, weights=weights_, warmup=0)
+        fit(method, blobs(SIZES, IMAGE), rounds=1)
+        drawn.append(method.client_weights)
+    assert max(abs(drawn[0][client] - drawn[1][client]) for client in range(len(SIZES))) > 1e-3
+    other = daf(latents="per_client", basis="frozen")
+    assert not other.fusion.shared
+    assert other.fusion.basis == "frozen"
 
 
 def test_one_client_equals_fedavg() -> None:
@@ -267,6 +279,34 @@ def test_components_that_nobody_belongs_to_are_deleted_and_never_come_back() -> 
         model.vae.heads["nu"].bias.copy_(torch.arange(model.vae.components) * -100.0)
     assert model.refit(groups(), clients, streams(clients)).nu.shape[1] == 1
     assert model.refit(groups(), clients, streams(clients)).nu.shape[1] == 1
+
+
+def shrunk(shares: list[float], zeta: list[float]) -> list[float]:
+    """The components left of some with these b_m; E[lambda_m] is zeta / (1 + zeta)."""
+    model, clients = fusion(steps=1, components=len(shares)), list(range(20))
+    model.refit(groups(), clients, streams(clients))
+    assert model.vae is not None
+    values = {"nu": [math.log(share) for share in shares], "zeta": zeta, "kappa": [1.0] * len(zeta)}
+    with torch.no_grad():
+        for name, value in values.items():
+            bias = torch.tensor(value if name == "nu" else [dist.softplus_inverse(v - FLOOR) for v in value])
+            model.vae.heads[name].weight.zero_()  # type: ignore[operator]
+            model.vae.heads[name].bias.copy_(bias)  # type: ignore[operator]
+    model._shrink(model.projection(model.observed))  # type: ignore[misc]
+    return [round(math.exp(nu), 3) for nu in model.vae.heads["nu"].bias.tolist()]  # type: ignore[operator, union-attr]
+
+
+def test_components_with_less_than_a_fiftieth_of_the_clients_are_deleted() -> None:
+    assert shrunk([0.96, 0.03, 0.01], zeta=[1e6] * 3) == [0.96, 0.03]
+
+
+def test_a_component_that_clients_have_most_to_do_with_stays_however_unlikely() -> None:
+    assert shrunk([0.4, 0.6], zeta=[1e6, 2e-3]) == [0.4, 0.6]
+
+
+def test_the_autoencoder_sees_64_axes_at_most() -> None:
+    d = torch.from_numpy(np.random.default_rng(0).normal(size=(100, 80)))
+    assert Projection.fit(d).axes.shape == (80, 64)
 
 
 def test_projection_returns_what_it_was_given() -> None:

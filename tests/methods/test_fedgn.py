@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fl_lightning.methods import FedAvg, FedGN
-from fl_lightning.nets import BiLSTM, LeNet5, LeNetBN, group_norm
+from fl_lightning.nets import BiLSTM, LeNet5, LeNetBN, ResNet18, group_norm
 from tests.support import CLASSES, blobs, fit, largest_difference, weights
 
 
@@ -48,6 +48,10 @@ def test_a_checkpoint_is_loaded_with_the_converted_net(buffers: str, tmp_path: P
     loaded = FedGN.load_from_checkpoint(tmp_path / "run.ckpt")
     assert loaded.net.bn2.num_groups == 2  # type: ignore[union-attr]
     assert largest_difference(weights(loaded), weights(method)) == 0.0
+
+
+def test_a_layer_has_up_to_32_groups() -> None:
+    assert FedGN(ResNet18()).net.body.stem[1].num_groups == 32  # type: ignore[union-attr, index]
 
 
 def test_nets_without_batch_normalisation() -> None:

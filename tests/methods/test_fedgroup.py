@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.cluster import KMeans
 from sklearn.decomposition import TruncatedSVD
 
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedGroup, fedgroup
 from fl_lightning.methods.adaptation import Fitting, fit_entries
 from fl_lightning.methods.fedgroup import cosine_features, gram_matrix, k_means
+from fl_lightning.nets import LeNetBN
 from tests.support import blobs, fit, largest_difference, mlp, planted, weights
 
 
@@ -110,12 +113,26 @@ def test_a_newcomer_that_diverges_in_the_cold_start_does_not_end_the_run(monkeyp
     run = fit(method, planted(), rounds=1)
     assert len(method.groups) == 4
     assert run.callback_metrics["clients/trained"] == 8
+    method = group()
     method.finish = lambda client, state, message: (  # type: ignore[method-assign]
         {name: value * torch.nan for name, value in state.items()},
         {},
     )
     with pytest.raises(FederationError, match=r"updates of all 4 clients .* are not finite"):
         fit(method, planted(), rounds=1)
+
+
+def test_a_second_fit_goes_on_with_the_groups_and_their_models() -> None:
+    method, stages = group(), []
+    fit(method, planted(), rounds=2)
+    groups, models = dict(method.groups), [{n: v.clone() for n, v in method.model_state(q).items()} for q in range(2)]
+    method.on_before_aggregate = lambda messages: stages.append(method.stage.name)  # type: ignore[attr-defined]
+    method.local = replace(method.local, lr=0.0)
+    fit(method, planted(), rounds=2)
+    assert stages == ["train", "train"]
+    assert method.groups == groups
+    for q in range(2):
+        assert largest_difference(method.model_state(q), models[q]) < 1e-15
 
 
 def test_others_take_the_same_steps_and_join_the_nearest_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +179,21 @@ def test_before_the_first_round_everyone_has_the_initial_model() -> None:
     method = group()
     fit(method, blobs(), rounds=0)
     assert method.assignment() == [0, 0, 0, 0]
+
+
+def test_updates_are_those_of_trainable_parameters() -> None:
+    method = FedGroup(LeNetBN())
+    method.start = method.server_state()
+    assert method.update_of(method.server_state()).keys() == set(method.trainable_names)
+
+
+def test_twenty_clients_per_group_start_and_k_means_restarts_ten_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, made = group(clusters=1), []
+    fit(method, blobs([8] * 30), rounds=0)
+    assert [len(stage.clients) for stage in method.stages(0, [0])] == [20, 10, 1]
+    monkeypatch.setattr(fedgroup, "KMeans", lambda *args, **kwargs: made.append(kwargs) or KMeans(*args, **kwargs))
+    k_means(np.eye(4), 2, 0)
+    assert [(kwargs["init"], kwargs["n_init"]) for kwargs in made] == [("k-means++", 10)]
 
 
 def test_features_are_those_of_scikit_learns_svd() -> None:

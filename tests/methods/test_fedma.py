@@ -20,9 +20,9 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedMA
 from fl_lightning.methods.fedma import OWN, PLACES, stages_of
 from fl_lightning.methods.matching import Matching
-from fl_lightning.nets import CNNCifar, FedNet, LeNet5, LeNetBN
-from fl_lightning.nets.derive import chain_units, check_units, derived_units
-from fl_lightning.nets.norms import add_norms
+from fl_lightning.nets import CNNCifar, DLATiny, FedNet, LeNet5, LeNetBN, ResNet18, ResNet20
+from fl_lightning.nets.derive import block_units, chain_units, check_units, derived_units
+from fl_lightning.nets.norms import add_norms, norm_layers
 from fl_lightning.nets.units import Units, recurrent_units, units_between
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
@@ -107,6 +107,8 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "cnn without biases": (lambda: CNNCifar(num_classes=CLASSES), (3, 32, 32)),
     "added norms": (lambda: add_norms(mlp(hidden=(16, 8))), (20,)),
     "residual": (Residual, (1, 10, 10)),
+    "thin resnet": (lambda: ResNet20(num_classes=CLASSES), (3, 8, 8)),
+    "dla": (lambda: DLATiny(num_classes=CLASSES), (3, 32, 32)),
     "torchvision's blocks": (Blocks, (1, 10, 10)),
     "bilstm": (Lstm, (4, 3)),
     "two layers of gru": (lambda: Lstm("GRU", 2), (4, 3)),
@@ -122,7 +124,7 @@ def seeded(name: str, seed: int = 0) -> nn.Module:
         with torch.no_grad():
             for value in entries(net).values():
                 if value.is_floating_point():
-                    value += 0.3 * torch.rand_like(value)
+                    value += 0.3 * (torch.rand_like(value) - 0.5 * (value.dim() > 1))  # features of deep nets stay small
     return net
 
 
@@ -164,8 +166,9 @@ def test_a_permutation_leaves_the_outputs_unchanged(name: str) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_an_axis_left_out_is_noticed(name: str) -> None:
     """Without any one of its places a set of units cannot move, but for running statistics that nothing depends on."""
-    net, x = seeded(name), inputs(name)
-    for number, group in enumerate(units_of(net, x)):
+    net, x = seeded(name), inputs(name, 2)
+    whole = list(enumerate(units_of(net, x)))
+    for number, group in whole if len(whole) < 6 else [*whole[::6], whole[-1]]:
         for left_out in group.axes:
             wrong = units_of(net, x)
             wrong[number] = Units(group.name, group.width, tuple(a for a in group.axes if a is not left_out))
@@ -195,9 +198,20 @@ class Undeclared(nn.Module):
         return self.head(x + torch.relu(self.fc2(x)))
 
 
-def test_nets_that_are_no_chain_must_declare_their_units() -> None:
-    with pytest.raises(FederationError, match=r"which hidden units of Undeclared may change places: declare them in"):
-        fit(FedMA(Undeclared(), batch_size=8), blobs(), rounds=1)  # type: ignore[arg-type]
+class Parallel(Undeclared):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc2 = nn.Linear(20, 8)  # 20 inputs are not 8 units
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.fc1(x)) + torch.relu(self.fc2(x)))
+
+
+@pytest.mark.parametrize("kind", [Undeclared, Parallel])
+def test_nets_that_are_no_chain_must_declare_their_units(kind: type[nn.Module]) -> None:
+    sentence = f"which hidden units of {kind.__name__} may change places: declare them in"
+    with pytest.raises(FederationError, match=sentence):
+        fit(FedMA(kind(), batch_size=8), blobs(), rounds=1)  # type: ignore[arg-type]
 
 
 # ---- matching -----------------------------------------------------------------------------------------------------
@@ -233,6 +247,25 @@ def test_scores_by_hand() -> None:
     assert prior.new_score(units, 2, 5)[0].tolist() == pytest.approx(
         [new + 2 * np.log(3 / 5), new - 2 * np.log(2) + 2 * np.log(3 / 5)]
     )
+
+
+def test_clients_are_matched_anew_until_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sweep matches a client to what came before it, later ones to all others; the server's model counts."""
+    parties: list[int] = []
+    score = Matching.old_score
+
+    def spy(self: Matching, *args: Any) -> Any:
+        parties.append(args[-1])
+        return score(self, *args)
+
+    monkeypatch.setattr(Matching, "old_score", spy)
+    rng = np.random.default_rng(0)
+    reference, clients = rng.normal(size=(5, 2)), [rng.normal(size=(5, 2)) for _ in range(4)]
+    once, often = (Matching(sweeps=n)(reference, clients, np.random.default_rng(0))[0] for n in (0, 5))
+    assert any(not np.array_equal(a, b) for a, b in zip(once, often, strict=True))
+    before, after = (total_score(Matching(), reference, clients, places) for places in (once, often))
+    assert after > before
+    assert set(parties) == {len(clients) + 1}
 
 
 @pytest.mark.parametrize("most", [None, 20])
@@ -349,6 +382,19 @@ def test_grown_units_by_hand() -> None:
     assert net.fc1.out_features == net.head.in_features == 2  # type: ignore[union-attr]
 
 
+def test_running_statistics_of_grown_units_are_those_of_the_clients_that_have_them() -> None:
+    net = add_norms(mlp(hidden=(1,))).double()
+    with torch.no_grad():
+        net.fc1.weight.fill_(5.0)  # type: ignore[union-attr, operator]
+    own, other = ({n: v.clone() for n, v in net.state_dict().items()} for _ in range(2))
+    other["fc1.weight"] = -own["fc1.weight"]
+    own["fc1.norm.running_var"].fill_(2.0)
+    other["fc1.norm.running_var"].fill_(3.0)
+    mean = aggregated(net, [own, other], "added norms", mode="grow")
+    torch.testing.assert_close(mean["fc1.weight"], torch.cat([own["fc1.weight"], other["fc1.weight"]]))
+    assert mean["fc1.norm.running_var"].tolist() == pytest.approx([2.0, 3.0])
+
+
 def test_growing_runs_are_capped_and_resumed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "grow", "sigma": 0.02, "gamma0": 1e6, "sweeps": 0}
     whole = make(FedMA, **options)
@@ -418,6 +464,30 @@ def test_layer_by_layer() -> None:
     assert set(method.snapshots[0].private) == {OWN + name for name in layers[1] | layers[2]}
 
 
+def test_the_layer_of_a_round_is_matched_before_it_is_averaged() -> None:
+    """Clients that send permuted copies of a layer leave it as it was."""
+    method, net = layerwise(), mlp(hidden=(16, 8)).double()
+    state = {n: v.clone() for n, v in net.state_dict().items()}
+    units, finish = units_of(net, inputs("mlp")), method.finish
+    copies = [state, *(shuffled(state, units, seed) for seed in (1, 2, 3))]
+    method.finish = lambda client, _, message: finish(client, copies[client], message)  # type: ignore[method-assign]
+    fit(method, blobs(), rounds=1)
+    assert largest_difference(copies[1], state) > 0.1
+    assert largest_difference(weights(method), state) < 1e-12
+
+
+def test_the_layer_of_a_round_is_averaged_by_samples() -> None:
+    method, sent = layerwise(), {}
+    method.matching = lambda reference, clients, rng, most: (  # type: ignore[assignment]
+        [np.arange(len(reference)) for _ in clients],
+        len(reference),
+    )
+    method.on_before_aggregate = lambda messages: sent.update({m.samples: m.tensors["fc1.weight"] for m in messages})  # type: ignore[attr-defined]
+    fit(method, blobs((19, 9, 16)), rounds=1)
+    mean = sum(samples * value for samples, value in sent.items()) / (19 + 9 + 16)
+    torch.testing.assert_close(weights(method)["fc1.weight"], mean)
+
+
 def test_a_client_goes_on_from_its_own_upper_layers_in_the_matched_order() -> None:
     method = layerwise()
     order = np.random.default_rng(0).permutation(16)
@@ -457,10 +527,21 @@ def test_cycles_of_other_nets(name: str) -> None:
 
 def test_stages() -> None:
     net = Residual()
-    stages = stages_of(list(entries(net)), net.units())
+    stages = stages_of(net, net.units())
     assert stages["stem.weight"] == stages["blocks.0.bn1.running_var"] == 0
     assert stages["blocks.0.conv2.weight"] == stages["blocks.0.bn2.bias"] == stages["blocks.1.conv2.weight"] == 1
     assert stages["blocks.1.conv3.weight"] == stages["head.bias"] == 2
+
+
+def test_a_normalisation_layer_is_averaged_in_one_round() -> None:
+    """Running statistics go with the weights of their layer, also outside all units, as on a residual stream."""
+    net = ResNet18()
+    stages = stages_of(net, block_units(net))
+    assert set(stages.values()) == set(range(9))
+    layers = norm_layers(net)
+    assert len(layers) == 20
+    for layer, module in layers.items():
+        assert len({stages[f"{layer}.{part}"] for part in module.state_dict()}) == 1, layer
 
 
 def test_layerwise_runs_resume(tmp_path: Path) -> None:
@@ -480,6 +561,7 @@ def test_layerwise_runs_resume(tmp_path: Path) -> None:
         ({"mode": "shrink"}, "mode must be fixed_width or grow, not 'shrink'"),
         ({"mode": "grow", "layerwise": True}, "leave out layerwise"),
         ({"buffers": "keep"}, "buffers must not be keep"),
+        ({"layerwise": True, "store": "folder"}, "leave store out"),
     ],
 )
 def test_bad_arguments_are_one_sentence(options: dict[str, Any], sentence: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FeSEM
 from fl_lightning.methods.clusters import squared_distances
+from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import Message
 from tests.support import blobs, fit, largest_difference, mlp, planted, weights
 
@@ -127,6 +128,15 @@ def test_identical_models_in_different_clusters_stay_where_they_are() -> None:
     method.labels = {0: 2, 1: 1}
     method.aggregate([Message(0, state, 1), Message(1, state, 1)])
     assert method.labels == {0: 2, 1: 1}
+
+
+def test_running_statistics_play_no_part_in_distances() -> None:
+    """A client with the statistics of one centre and the weights of both stays with the other."""
+    method = FeSEM(LeNetBN(), clusters=2, centres="same")
+    method.others[0].bn1.running_mean += 100.0  # type: ignore[operator, union-attr]
+    method.labels = {0: 0}
+    method.aggregate([Message(0, method.model_state(1), 1)])
+    assert method.labels == {0: 0}
 
 
 def test_other_weights_and_words_are_refused() -> None:
