@@ -115,7 +115,7 @@ def test_a_checkpoint_written_between_stages_is_resumed_there(hook: str, times: 
 
 
 def test_the_ledger_keeps_the_stages_that_were_over(tmp_path: Path) -> None:
-    folder, first, second = tmp_path / "part", LedgerCallback(folder=str(tmp_path)), LedgerCallback(folder=str(tmp_path))
+    folder, (first, second) = tmp_path / "part", (LedgerCallback(folder=str(tmp_path)) for _ in range(2))
     stopped(make(Halves), folder, OnExceptionCheckpoint(folder, "stop"), first, Stop("on_client_end", 6, fail))
     again = make(Halves)
     run(again, folder, second, ckpt_path=str(folder / "stop.ckpt"))

@@ -100,8 +100,8 @@ class MembershipInferenceCallback(AttackCallback):
         if not current:
             if not self._began:
                 raise FederationError(
-                    "How the run began is not known, as the module was trained before: pass a new module and ckpt_path, "
-                    "or set shadow_start='current'."
+                    "How the run began is not known, as the module was trained before: pass a new module and "
+                    "ckpt_path, or set shadow_start='current'."
                 )
             return self._initial
         start = copy.deepcopy(self._initial)
