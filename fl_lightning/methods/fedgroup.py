@@ -39,8 +39,8 @@ class FedGroup(ClusterModels):
     and mean dw is the group's reference. All other clients then take the same steps and join the group with the least
     (1 - cos(dw_k, reference)) / 2. Groups never change after that.
 
-    The first round of the first fit begins with the cold start, of which the clients keep nothing. A group that has no client, because
-    there are fewer different clients than groups, keeps w0 and is joined by nobody.
+    The first round of the first fit begins with the cold start, of which the clients keep nothing. A group that has no
+    client, because there are fewer different clients than groups, keeps w0 and is joined by nobody.
 
     Args:
         net: the network.

@@ -117,14 +117,14 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def seeded(name: str, seed: int = 0) -> nn.Module:
-    """A net in float64 whose entries all differ, running statistics too."""
+    """A net in float64 whose entries all differ, running statistics too; features do not grow with its depth."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         net: nn.Module = NETS[name][0]().double()
         with torch.no_grad():
             for value in entries(net).values():
                 if value.is_floating_point():
-                    value += 0.3 * (torch.rand_like(value) - 0.5 * (value.dim() > 1))  # features of deep nets stay small
+                    value += 0.3 * (torch.rand_like(value) - 0.5 * (value.dim() > 1))
     return net
 
 
