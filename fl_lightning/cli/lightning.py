@@ -104,14 +104,19 @@ class FederatedCLI(LightningCLI):
         """Refuse to try what cannot be tried."""
         if subcommand != "fit" and self._get(self.config, "dry_run"):
             raise FederationError(f"--dry_run is an option of fit, not of {subcommand}.")
-        check_named(self._get(self.config, "ckpt_path"))
+        check_named(self._get(self.config, "ckpt_path"), goes_on=subcommand == "fit")
         super()._run_subcommand(subcommand)
 
 
-def check_named(checkpoint: str | None) -> None:
-    """Refuse ``best``, of which a command knows nothing: Lightning means the best of a fit in the same process."""
-    if checkpoint == "best":
-        raise FederationError("Which checkpoint is the best is not known here: --ckpt_path takes a file.")
+def check_named(checkpoint: str | None, goes_on: bool = False) -> None:
+    """Refuse ``best`` and ``last``, of which a command knows nothing: Lightning means those of the same process.
+
+    Args:
+        checkpoint: what was given as a checkpoint.
+        goes_on: whether it is a fit that is continued: ``last`` is then Lightning's to find, and nothing if there is none.
+    """
+    if checkpoint == "best" or (checkpoint == "last" and not goes_on):
+        raise FederationError(f"Which checkpoint is the {checkpoint} is not known here: --ckpt_path takes a file.")
 
 
 def main(argv: list[str]) -> None:

@@ -214,7 +214,8 @@ def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytes
 
 
 def test_bad_input_of_other_commands_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--ckpt_path takes a file" in refused(capsys, "test", "--config", QUICKSTART, "--ckpt_path", "best")
+    for name in ("best", "last"):
+        assert "--ckpt_path takes a file" in refused(capsys, "test", "--config", QUICKSTART, "--ckpt_path", name)
     assert "--rounds must be 1 or more, not 0" in refused(capsys, "demo", "--rounds", "0")
     for option in ("--jobs", "--rounds"):
         said = refused(capsys, "reproduce", "waffle_factor_journal/table2", option, "0")
