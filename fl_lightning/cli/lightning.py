@@ -113,7 +113,7 @@ def check_named(checkpoint: str | None, goes_on: bool = False) -> None:
 
     Args:
         checkpoint: what was given as a checkpoint.
-        goes_on: whether it is a fit that is continued: ``last`` is then Lightning's to find, and nothing if there is none.
+        goes_on: whether a fit goes on from it: ``last`` is then for Lightning to find, if there is one.
     """
     if checkpoint == "best" or (checkpoint == "last" and not goes_on):
         raise FederationError(f"Which checkpoint is the {checkpoint} is not known here: --ckpt_path takes a file.")

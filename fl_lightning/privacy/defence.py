@@ -61,9 +61,9 @@ def central_std(noise_multiplier: float, bound: float, messages: Sequence[Messag
     """Noise for each message such that their weighted mean has the noise that hides any one client.
 
     With nothing (0) in the place of the update of a client of weight p, weights being public, the mean moves by
-    p * bound at most, so its noise must have the standard deviation noise_multiplier * bound * max(p). Independent noise
-    of standard deviation s on every message gives the mean s * sqrt(sum p^2). Put on the messages, the noise reaches
-    whatever a method makes of them.
+    p * bound at most, so its noise must have the standard deviation noise_multiplier * bound * max(p). Independent
+    noise of standard deviation s on every message gives the mean s * sqrt(sum p^2). Put on the messages, the noise
+    reaches whatever a method makes of them.
 
     Example:
         >>> four = [Message(client, {}, samples=10) for client in range(4)]
