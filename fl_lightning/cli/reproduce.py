@@ -103,8 +103,9 @@ def main(argv: list[str]) -> None:
         write_page(Path(options.results), Path(options.docs))
         console.print(f"wrote {written} and {Path(options.docs) / 'results.md'}")
     if failed:
-        told = "; ".join(f"{name} ({reason})" for name, reason in failed.items())
-        raise FederationError(f"Not all runs were finished, the same command tries again those that failed: {told}.")
+        raise FederationError(
+            f"Not all runs were finished, the same command tries again those that failed: {_told(failed)}."
+        )
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -162,6 +163,19 @@ def _kept() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Stopped: finished runs are kept, and the same command goes on.") from None
+
+
+def _told(failed: dict[str, str]) -> str:
+    """Which runs failed and why, every reason once.
+
+    Example:
+        >>> _told({"a": "no data", "b": "no memory", "c": "no data"})
+        'a, c (no data); b (no memory)'
+    """
+    runs: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        runs.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in runs.items())
 
 
 def _outcome(result: dict[str, Any]) -> str:
