@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -238,9 +237,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     code = "import sys; from fl_lightning.cli import main; main(['--help']); assert 'torch' not in sys.modules"
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CONFIGS.parent)
-    assert time.perf_counter() - began < 3
     assert all(f"  {name}" in done.stdout for name in COMMANDS)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ def test_images_are_uint8_and_normalised_by_the_published_statistics(real_data: 
     data = kind(root=str(real_data), download=False)
     if not (real_data / data.folder).is_dir():
         pytest.skip(f"{kind.__name__} is not in {real_data}")
-    started = time.perf_counter()
     federation = data.federation
-    seconds = time.perf_counter() - started
     train_size = data.samples.train_size
     assert federation.inputs.dtype == torch.uint8
     assert federation.inputs.shape == (train_size + 10_000, *data.input_shape)
@@ -43,7 +40,6 @@ def test_images_are_uint8_and_normalised_by_the_published_statistics(real_data: 
     first, second = (torch.stack([(p**k).mean(dim=(0, 2, 3)) for p in parts]).mean(dim=0) for k in (1, 2))
     assert torch.allclose(first, mean.flatten(), atol=2e-4)
     assert torch.allclose((second - first**2).sqrt(), std.flatten(), atol=2e-4)
-    assert seconds < 3 or kind is CIFAR10
     assert data.fingerprint == kind(root=str(real_data)).fingerprint
 
 
