@@ -322,6 +322,18 @@ def test_buffers_are_averaged_and_never_masked() -> None:
         assert not torch.equal(state["bn1.weight"], weights(method)["bn1.weight"])
 
 
+def test_batch_normalisation_in_mixed_precision() -> None:
+    """PyTorch cannot stack BatchNorm under autocast; squares of gradients are taken in full precision anyway."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+    sent: list[Message] = []
+    method = FedBPS(net, lr=0.1, batch_size=8, engine="sequential")
+    method.on_before_aggregate = sent.extend  # type: ignore[attr-defined]
+    fit(method, blobs((16, 9)), rounds=1, precision="bf16-mixed")
+    assert {m.tensors[VARIANCE + "0.weight"].dtype for m in sent} == {torch.float32}
+    assert all(0 < float(m.tensors[VARIANCE + "1.weight"].min()) <= 1 for m in sent)
+
+
 def test_never_sampled_clients_are_evaluated_with_the_servers_model() -> None:
     method = FedBPS(mlp(), p=0.7, **OPTIONS)
     method.cohort = lambda round: [0, 1]  # type: ignore[method-assign]
