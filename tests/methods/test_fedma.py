@@ -294,6 +294,16 @@ def test_new_units_get_atoms_of_their_own_up_to_the_most() -> None:
     assert Matching()(reference, clients, rng)[1] == 4
 
 
+def test_new_atoms_come_in_the_order_of_the_units_that_take_them() -> None:
+    """Any order of theirs scores the same: rounding, which differs between engines, would choose one."""
+    for seed in range(20):
+        units = 5 * np.random.default_rng(seed).standard_normal((8, 6))
+        (place,), _ = Matching()(np.zeros((8, 6)), [units], np.random.default_rng(0), most=16)
+        new = place[place >= 8]
+        assert len(new) > 2
+        assert new.tolist() == list(range(8, 8 + len(new)))
+
+
 # ---- a round ------------------------------------------------------------------------------------------------------
 
 
@@ -514,6 +524,17 @@ def test_a_client_goes_on_from_its_own_upper_layers_in_the_matched_order() -> No
     fit(method, blobs(), rounds=2)
     assert len(seen) == 1
     assert seen[0].keys() == entries(method.net).keys()
+
+
+def test_a_second_fit_knows_who_was_there_in_its_own_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 1 was in round 0 of the first fit, not of the second: in round 1 it is sent the whole model."""
+    method, data, cohorts, wire = layerwise(), blobs((9, 8)), [[0, 1]], []
+    monkeypatch.setattr(data, "cohort", lambda round: cohorts[round])
+    fit(method, data, rounds=1)
+    cohorts[:] = [[0], [0, 1]]
+    method.on_client_start = lambda client, message: wire.append((client, PLACES in message))  # type: ignore[attr-defined]
+    fit(method, data, rounds=2)
+    assert sorted(wire[1:]) == [(0, True), (1, False)]
 
 
 @pytest.mark.parametrize("name", ["residual", "bilstm", "lenet_bn"])
