@@ -204,6 +204,16 @@ def test_the_settings_of_the_approximation(
         assert largest_difference(sent, expected) < 1e-9
 
 
+def test_every_round_draws_its_own_samples() -> None:
+    """A model that does not move has other variances on other samples."""
+    method = FedBPS(mlp(), laplace_samples=5, **{**OPTIONS, "lr": 0.0})
+    got: list[Message] = []
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, blobs([40]), rounds=2)
+    one, other = (message.tensors[VARIANCE + "head.bias"] for message in got)
+    assert not torch.equal(one, other)
+
+
 class Scaled(LightningModule):
     """The cross entropy times k."""
 
