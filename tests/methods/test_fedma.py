@@ -307,7 +307,9 @@ def test_new_atoms_come_in_the_order_of_the_units_that_take_them() -> None:
 # ---- a round ------------------------------------------------------------------------------------------------------
 
 
-def aggregated(net: nn.Module, states: list[dict[str, Tensor]], name: str, **kwargs: Any) -> dict[str, Tensor]:
+def aggregated(
+    net: nn.Module, states: list[dict[str, Tensor]], name: str, sizes: list[int] | None = None, **kwargs: Any
+) -> dict[str, Tensor]:
     """What FedMA makes of clients that send these states."""
 
     class Sends(FedMA):
@@ -315,7 +317,7 @@ def aggregated(net: nn.Module, states: list[dict[str, Tensor]], name: str, **kwa
             return dict(states[client]), {}
 
     method = Sends(net, batch_size=8, lr=0.0, engine="sequential", **kwargs)  # type: ignore[arg-type]
-    fit(method, blobs([8] * len(states), NETS[name][1]), rounds=1)
+    fit(method, blobs(sizes or [8] * len(states), NETS[name][1]), rounds=1)
     return weights(method)
 
 
@@ -400,7 +402,7 @@ def test_running_statistics_of_grown_units_are_those_of_the_clients_that_have_th
     other["fc1.weight"] = -own["fc1.weight"]
     own["fc1.norm.running_var"].fill_(2.0)
     other["fc1.norm.running_var"].fill_(3.0)
-    mean = aggregated(net, [own, other], "added norms", mode="grow")
+    mean = aggregated(net, [own, other], "added norms", [8, 24], mode="grow")
     torch.testing.assert_close(mean["fc1.weight"], torch.cat([own["fc1.weight"], other["fc1.weight"]]))
     assert mean["fc1.norm.running_var"].tolist() == pytest.approx([2.0, 3.0])
 
