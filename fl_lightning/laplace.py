@@ -233,7 +233,9 @@ def client_curvature(
                 part = slice(first, first + step)
                 x, y = federation.gather(group, index[:, part], dtype)
                 own = noise[:, part] if diagonal.kind == "ggn" and noise is not None else noise
-                for name, value in diagonal(stacked, x, y, counts[:, part], own).items():
+                with torch.autocast(x.device.type, enabled=False):  # squares of gradients need the nets' own precision
+                    added = diagonal(stacked, x, y, counts[:, part], own)
+                for name, value in added.items():
                     total[name].add_(value)
         for k, client in enumerate(group):
             found[client] = {name: value[k] / (draws * len(chosen[k])) for name, value in total.items()}

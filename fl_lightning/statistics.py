@@ -40,13 +40,14 @@ def model_statistics(net: nn.Module, state: State) -> LayerStatistics:
 
     Returns:
         By layer and statistic, float64, shape (channels,). Sigma is the root of the running variance with the layer's
-        epsilon, which is what the layer divides by. Layers without a scale and shift have neither.
+        epsilon, which is what the layer divides by; a variance below 0, as noise may make it, counts as 0. Layers
+        without a scale and shift have neither.
     """
     found: LayerStatistics = {}
     for name, layer in norm_layers(net).items():
         prefix, own = f"{name}." if name else "", {}
         if f"{prefix}running_mean" in state:
-            variance = state[f"{prefix}running_var"].double() + float(layer.eps)  # type: ignore[arg-type]
+            variance = state[f"{prefix}running_var"].double().clamp(min=0) + float(layer.eps)  # type: ignore[arg-type]
             own = {"mu": state[f"{prefix}running_mean"].double(), "sigma": variance.sqrt()}
         for statistic, entry in (("beta", "bias"), ("gamma", "weight")):
             if f"{prefix}{entry}" in state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 
 from fl_lightning import methods
 from fl_lightning.datamodules import Digits, partitions
+from fl_lightning.module import FederatedModule
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -126,6 +128,17 @@ def test_every_method_has_a_page_that_names_its_code_and_readme_has_a_line() -> 
     assert [name for name, at in found.items() if not at] == []
     readme = (ROOT / "README.md").read_text()
     assert [page.name for page in pages if f"docs/methods/{page.name}" not in readme] == []
+
+
+def test_every_option_of_a_method_is_on_its_page() -> None:
+    """Or on that of FedAvg, where those stand that all methods have."""
+    pages = [page.read_text() for page in (ROOT / "docs" / "methods").glob("*.md")]
+    for name in methods.__all__:
+        kinds = [kind for kind in getattr(methods, name).__mro__ if issubclass(kind, FederatedModule)]
+        own = set().union(*(inspect.signature(kind).parameters for kind in kinds)) - {"net", "kwargs"}
+        homes = {f"methods/{kind.__module__.rpartition('.')[2]}.py" for kind in (kinds[0], methods.FedAvg)}
+        said = "".join(text for text in pages if any(home in text for home in homes))
+        assert [option for option in sorted(own) if not re.search(rf"`{option}\b", said)] == [], name
 
 
 def test_every_partition_has_a_part_with_a_picture() -> None:

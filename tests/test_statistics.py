@@ -39,6 +39,12 @@ def test_running_variance_becomes_a_deviation_and_counters_are_no_statistic() ->
     torch.testing.assert_close(found["bn1"]["sigma"], torch.full((6,), (4 + 1e-5) ** 0.5, dtype=torch.float64))
 
 
+def test_a_variance_that_noise_made_negative_counts_as_none() -> None:
+    net = nn.BatchNorm1d(2)
+    state = {**net.state_dict(), "running_var": torch.tensor([-0.5, 0.0])}
+    torch.testing.assert_close(model_statistics(net, state)[""]["sigma"], torch.full((2,), 1e-5**0.5).double())
+
+
 def test_layers_that_keep_nothing_must_be_measured() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm((2, 3)))
     assert without_running(net) == ["1", "2"]

@@ -112,11 +112,10 @@ class AgentsOfInterest(FederatedModule):
     def _check_models(self) -> None:
         """Refuse data with other clients than those whose models are held; a checkpoint has been read by now."""
         clients = self.federation.num_clients
-        models = next((len(value) for name, value in self.memory.items() if name.startswith(EACH)), clients)
-        if models != clients:
+        if self._apart and self._models != clients:
             raise FederationError(
-                f"agent_of_interest=all has a model for each of {models} clients, but the data has {clients}: use the "
-                "data that it was trained on."
+                f"agent_of_interest=all has a model for each of {self._models} clients, but the data has {clients}: "
+                "use the data that it was trained on."
             )
 
     # ---- numbers --------------------------------------------------------------------------------------------
@@ -169,7 +168,12 @@ class AgentsOfInterest(FederatedModule):
     @property
     def _apart(self) -> bool:
         """Whether every agent has a model of its own by now."""
-        return any(name.startswith(EACH) for name in self.memory)
+        return self._models > 0
+
+    @property
+    def _models(self) -> int:
+        """How many models there are beside the server's own: one for each client, or none."""
+        return next((len(value) for name, value in self.memory.items() if name.startswith(EACH)), 0)
 
     def _server_of(self, row: int) -> State:
         """What a federation's own server holds; nothing while it is the same for all."""
@@ -247,7 +251,7 @@ class AgentsOfInterest(FederatedModule):
     def personal_state(self, client: int) -> State:
         """With ``all`` the client's own model, else the one of the agent of interest for everybody."""
         own = self._server_of(client) if self.everyone else {}
-        number = (client + 1) * self.weight_history().shape[-1] + client if own else client
+        number = (client + 1) * self._models + client if own else client
         kept = self.snapshots[number if number in self.snapshots else client].private
         return {name: kept.get(name, own.get(name, value)) for name, value in self.server_state().items()}
 

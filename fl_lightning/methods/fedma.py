@@ -195,8 +195,8 @@ class FedMA(FederatedModule):
         return [Phase(self.local.epochs, tuple(names))]
 
     def _goes_on(self, client: int) -> bool:
-        """Whether a client trained in the round before, on layers that it goes on with."""
-        return self.turn > 0 and self.snapshots[client].last_round == self.trainer.current_epoch - 1
+        """Whether a client's units were matched in the round before, so that it goes on with the layers above."""
+        return self.turn > 0 and client in self.places
 
     def message_down(self, client: int) -> State:
         """The model; within a cycle of layers only the layer just matched, and where the client's units went in it."""

@@ -100,11 +100,12 @@ class _Search:
         if room > 0:
             score = np.concatenate([score, self.prior.new_score(units, room, self.parties)], 1)
         rows, places = linear_sum_assignment(score, maximize=True)
-        # New atoms are numbered as they are used, without gaps.
-        fresh = np.unique(places[places >= len(self.counts)])
-        places = np.where(places < len(self.counts), places, len(self.counts) + np.searchsorted(fresh, places))
-        self.sums = np.pad(self.sums, ((0, len(fresh)), (0, 0)))
-        self.counts = np.pad(self.counts, (0, len(fresh)))
+        # Any order of the new atoms scores the same: they are numbered as the units that take them, without gaps.
+        new = places >= len(self.counts)
+        fresh = int(new.sum())
+        places[new] = len(self.counts) + np.arange(fresh)
+        self.sums = np.pad(self.sums, ((0, fresh), (0, 0)))
+        self.counts = np.pad(self.counts, (0, fresh))
         self.places[client][rows] = places
         self.sums[places] += units[rows] / self.prior.sigma**2  # each place is taken once
         self.counts[places] += 1

@@ -80,8 +80,8 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         for name, value in (("rounds", rounds), ("smoothing", smoothing)):
             if value is not None and value < 1:
                 raise FederationError(f"{name} must be 1 or more, not {value}.")
-        if not local_from >= 0:
-            raise FederationError(f"local_from must be 0 or more, not {local_from}: 0.95 is the paper's.")
+        if not 0 <= local_from < math.inf:
+            raise FederationError(f"local_from must be 0 or more, not {local_from}: 0.95 is the paper's, 2 is never.")
         self.control_rule, self.rounds, self.local_from = control, rounds, local_from
         self.smoothing, self.before_first = smoothing, before_first
         self.omega, self.psi = made(omega, "omega"), made(psi, "psi")

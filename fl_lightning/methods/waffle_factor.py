@@ -96,6 +96,11 @@ class WAFFLe(FactorizedModule):
         choice("never_sampled", never_sampled, ("adapt", "ones", "prior_mean"))
         self.schedule = choice("schedule", schedule, ("alternate", "joint"))
         self.evaluation = choice("evaluation", evaluation, ("expected", "threshold", "sampled"))
+        if schedule == "alternate" and self.local.epochs < 2:
+            raise FederationError(
+                "schedule='alternate' needs epochs for the selection and for the factors: set epochs to 2 or more, "
+                f"not {self.local.epochs}, or schedule='joint'."
+            )
         if schedule == "alternate" and not 0 < selection_epochs < self.local.epochs:
             raise FederationError(
                 f"schedule='alternate' needs epochs for the selection and for the factors: selection_epochs must lie "

@@ -204,6 +204,16 @@ def test_the_settings_of_the_approximation(
         assert largest_difference(sent, expected) < 1e-9
 
 
+def test_every_round_draws_its_own_samples() -> None:
+    """A model that does not move has other variances on other samples."""
+    method = FedBPS(mlp(), laplace_samples=5, **{**OPTIONS, "lr": 0.0})
+    got: list[Message] = []
+    method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
+    fit(method, blobs([40]), rounds=2)
+    one, other = (message.tensors[VARIANCE + "head.bias"] for message in got)
+    assert not torch.equal(one, other)
+
+
 class Scaled(LightningModule):
     """The cross entropy times k."""
 
@@ -320,6 +330,18 @@ def test_buffers_are_averaged_and_never_masked() -> None:
         state = method.personal_state(client)
         assert torch.equal(state["bn1.running_mean"], weights(method)["bn1.running_mean"])
         assert not torch.equal(state["bn1.weight"], weights(method)["bn1.weight"])
+
+
+def test_batch_normalisation_in_mixed_precision() -> None:
+    """PyTorch cannot stack BatchNorm under autocast; squares of gradients are taken in full precision anyway."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+    sent: list[Message] = []
+    method = FedBPS(net, lr=0.1, batch_size=8, engine="sequential")
+    method.on_before_aggregate = sent.extend  # type: ignore[attr-defined]
+    fit(method, blobs((16, 9)), rounds=1, precision="bf16-mixed")
+    assert {m.tensors[VARIANCE + "0.weight"].dtype for m in sent} == {torch.float32}
+    assert all(0 < float(m.tensors[VARIANCE + "1.weight"].min()) <= 1 for m in sent)
 
 
 def test_never_sampled_clients_are_evaluated_with_the_servers_model() -> None:

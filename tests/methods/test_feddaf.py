@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedDAF
 from fl_lightning.methods.feddaf import MEASURED
 from fl_lightning.methods.fusion import Fusion, Projection, capped, fusion_weights
-from fl_lightning.methods.fusion_vae import FLOOR, Noise, belonging, expected_allocation
+from fl_lightning.methods.fusion_vae import FLOOR, FusionVAE, Noise, belonging, expected_allocation
 from fl_lightning.nets import BiLSTM, FedNet, LeNetBN
+from fl_lightning.wire import Message
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
@@ -187,6 +189,18 @@ def test_cap_holds_in_a_run() -> None:
     assert max(sent.weights[1].values()) <= 1.05 / len(SIZES) + 1e-12
 
 
+def test_the_cap_is_that_of_the_clients_of_a_round() -> None:
+    """Twice the mean of three clients; twice that of all six would leave the three no choice but equal weights."""
+    method = daf(cap=2.0)
+    method.multiples = {0: 1.5}
+    messages = [Message(k, dict(method.server_state()), SIZES[k]) for k in (0, 1, 2)]
+    method.refits = lambda round: False  # type: ignore[method-assign]
+    method._trainer = SimpleNamespace(current_epoch=3)  # type: ignore[assignment]
+    method.aggregate(messages)
+    raw = torch.tensor([1.5 * SIZES[0], SIZES[1], SIZES[2]])
+    assert list(method.client_weights.values()) == pytest.approx((raw / raw.sum()).tolist())
+
+
 def test_permuting_clients_permutes_their_weights() -> None:
     d, order = groups(), torch.from_numpy(np.random.default_rng(1).permutation(20))
     size = torch.rand(20, generator=torch.Generator().manual_seed(0)).double() + 0.5
@@ -260,6 +274,26 @@ def test_the_bound_by_hand() -> None:
         total += 0.5 * float((x[k] - vae.decoder(z)).detach().pow(2).sum())
     total += float(dist.kl_normal(q.z_mean, q.z_log_s).sum())
     assert float(vae.loss(x, noise, 1.0)) == pytest.approx(total / 4)
+
+
+def test_kl_terms_grow_in_over_the_first_half_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    betas: list[float] = []
+    loss = FusionVAE.loss
+    monkeypatch.setattr(FusionVAE, "loss", lambda vae, x, noise, beta: betas.append(beta) or loss(vae, x, noise, beta))
+    fusion(steps=8).refit(groups(), list(range(20)), streams(list(range(20))))
+    assert betas == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_step_of_the_fit_is_adams_with_its_learning_rate() -> None:
+    """The first step of Adam moves what has a gradient by the learning rate."""
+    model, clients = fusion(steps=1), list(range(20))
+    model.refit(groups(), clients, streams(clients))
+    before = copy.deepcopy(model.vae)
+    model.refit(groups(), clients, streams(clients))
+    assert before is not None
+    assert model.vae is not None
+    moved = [(a - b).abs().max() for a, b in zip(before.parameters(), model.vae.parameters(), strict=True)]
+    assert float(torch.stack(moved).max()) == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_components_that_nobody_belongs_to_are_deleted_and_never_come_back() -> None:

@@ -294,10 +294,22 @@ def test_new_units_get_atoms_of_their_own_up_to_the_most() -> None:
     assert Matching()(reference, clients, rng)[1] == 4
 
 
+def test_new_atoms_come_in_the_order_of_the_units_that_take_them() -> None:
+    """Any order of theirs scores the same: rounding, which differs between engines, would choose one."""
+    for seed in range(20):
+        units = 5 * np.random.default_rng(seed).standard_normal((8, 6))
+        (place,), _ = Matching()(np.zeros((8, 6)), [units], np.random.default_rng(0), most=16)
+        new = place[place >= 8]
+        assert len(new) > 2
+        assert new.tolist() == list(range(8, 8 + len(new)))
+
+
 # ---- a round ------------------------------------------------------------------------------------------------------
 
 
-def aggregated(net: nn.Module, states: list[dict[str, Tensor]], name: str, **kwargs: Any) -> dict[str, Tensor]:
+def aggregated(
+    net: nn.Module, states: list[dict[str, Tensor]], name: str, sizes: list[int] | None = None, **kwargs: Any
+) -> dict[str, Tensor]:
     """What FedMA makes of clients that send these states."""
 
     class Sends(FedMA):
@@ -305,7 +317,7 @@ def aggregated(net: nn.Module, states: list[dict[str, Tensor]], name: str, **kwa
             return dict(states[client]), {}
 
     method = Sends(net, batch_size=8, lr=0.0, engine="sequential", **kwargs)  # type: ignore[arg-type]
-    fit(method, blobs([8] * len(states), NETS[name][1]), rounds=1)
+    fit(method, blobs(sizes or [8] * len(states), NETS[name][1]), rounds=1)
     return weights(method)
 
 
@@ -390,7 +402,7 @@ def test_running_statistics_of_grown_units_are_those_of_the_clients_that_have_th
     other["fc1.weight"] = -own["fc1.weight"]
     own["fc1.norm.running_var"].fill_(2.0)
     other["fc1.norm.running_var"].fill_(3.0)
-    mean = aggregated(net, [own, other], "added norms", mode="grow")
+    mean = aggregated(net, [own, other], "added norms", [8, 24], mode="grow")
     torch.testing.assert_close(mean["fc1.weight"], torch.cat([own["fc1.weight"], other["fc1.weight"]]))
     assert mean["fc1.norm.running_var"].tolist() == pytest.approx([2.0, 3.0])
 
@@ -514,6 +526,17 @@ def test_a_client_goes_on_from_its_own_upper_layers_in_the_matched_order() -> No
     fit(method, blobs(), rounds=2)
     assert len(seen) == 1
     assert seen[0].keys() == entries(method.net).keys()
+
+
+def test_a_second_fit_knows_who_was_there_in_its_own_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 1 was in round 0 of the first fit, not of the second: in round 1 it is sent the whole model."""
+    method, data, cohorts, wire = layerwise(), blobs((9, 8)), [[0, 1]], []
+    monkeypatch.setattr(data, "cohort", lambda round: cohorts[round])
+    fit(method, data, rounds=1)
+    cohorts[:] = [[0], [0, 1]]
+    method.on_client_start = lambda client, message: wire.append((client, PLACES in message))  # type: ignore[attr-defined]
+    fit(method, data, rounds=2)
+    assert sorted(wire[1:]) == [(0, True), (1, False)]
 
 
 @pytest.mark.parametrize("name", ["residual", "bilstm", "lenet_bn"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import QFFL, FedAvg
@@ -140,6 +141,17 @@ def test_order_of_messages_does_not_matter() -> None:
     _, messages = one_round(method)
     mixed = [messages[i] for i in (2, 0, 3, 1)]
     assert largest_difference(method.aggregate(messages), method.aggregate(mixed)) == 0.0
+
+
+def test_a_client_without_loss_has_powers_too() -> None:
+    """1e-10 is added to F_k."""
+    method = QFFL(nn.Linear(1, 1, bias=False), q=0.5, lr=0.1)  # type: ignore[arg-type]
+    nn.init.zeros_(method.net.weight)  # type: ignore[arg-type]
+    model, losses = {"weight": torch.tensor([[1e-6]])}, (torch.tensor(0.0), torch.tensor(1.0))
+    sent = [Message(k, {**model, LOSS: loss}, 1) for k, loss in enumerate(losses)]
+    a = [1e-10**0.5, (1 + 1e-10) ** 0.5]
+    b = [0.5 * f**-0.5 * 1e-12 / 0.1 for f in (1e-10, 1 + 1e-10)]
+    assert float(method.aggregate(sent)["weight"]) == pytest.approx(1e-6 * sum(a) / (sum(a) + sum(b)), rel=1e-5)
 
 
 def test_up_message() -> None:

@@ -219,6 +219,18 @@ def test_steps_are_counted_beyond_what_half_a_float_can() -> None:
     assert counted == [300.0]
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}], ids=["plain", "momentum"])
+def test_a_client_that_takes_no_step_keeps_its_control_variate(options: dict[str, float]) -> None:
+    """A batch of one cannot be normalised, so client 1 never steps; it says so, and is not left out."""
+    net: Any = nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4))
+    method = SCAFFOLD(net, lr=0.1, batch_size=8, engine="sequential", **options)
+    run = fit(method, blobs((9, 1)), rounds=2)
+    assert run.callback_metrics["clients/left_out"] == 0
+    assert float(method.snapshots[1].private[OWN + "0.weight"].abs().max()) == 0
+    half = method.snapshots[0].private[OWN + "0.weight"] / 2
+    torch.testing.assert_close(method.server_control()["0.weight"], half)
+
+
 def test_sample_weights_are_refused() -> None:
     with pytest.raises(FederationError, match="weighs all clients the same"):
         SCAFFOLD(mlp(), weighting="samples")  # type: ignore[arg-type]

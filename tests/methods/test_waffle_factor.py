@@ -558,7 +558,7 @@ def test_a_store_on_disk_does_not_grow(tmp_path: Path) -> None:
     [
         ({"factors": None}, "needs to know which layers to factorise"),
         ({"factors": {"fc7": 3}}, "MLP has no layer 'fc7'"),
-        ({"epochs": 1}, "between 1 and 0, one less than epochs=1"),
+        ({"epochs": 1}, "set epochs to 2 or more, not 1, or schedule='joint'"),
         ({"selection_epochs": 3}, "between 1 and 2, one less than epochs=3, not at 3"),
         ({"schedule": "both"}, "schedule must be alternate or joint, not 'both'"),
         ({"evaluation": "mean"}, "evaluation must be expected, threshold or sampled"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
@@ -217,6 +217,15 @@ def test_another_fit_begins_with_whole_weights_and_the_trained_model() -> None:
     assert method.weight_history().shape == (1, 4, 4)
     assert not torch.equal(method.weight_history()[0], first)
     assert largest_difference(method.personal_state(3), trained) > 0
+
+
+def test_a_fit_that_trains_nobody_leaves_every_client_its_own_statistics() -> None:
+    net: Any = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    method = WeightErosion(net, agent_of_interest="all", buffers="keep", lr=0.1, batch_size=8, engine="sequential")
+    fit(method, blobs((16, 9)), rounds=2)
+    trained = method.personal_state(1)
+    fit(method, blobs((16, 9)), rounds=0)
+    assert largest_difference(method.personal_state(1), trained) == 0
 
 
 @pytest.mark.parametrize("clients", [3, 5])
