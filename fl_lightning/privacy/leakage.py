@@ -173,7 +173,7 @@ class Matching:
         distance = torch.tensor(float("inf"))
         for _ in range(self.steps):
             x = pixels.to_net(images, module.compute_dtype)
-            loss = module.loss(module.call({**state, **leaves}, x, training=False)[0], labels)
+            loss, _ = module.batch_loss({**state, **leaves}, x, labels, training=False)
             own = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
             distance = 1 - F.cosine_similarity(torch.cat([g.flatten() for g in own]), wanted, dim=0)
             (images.grad,) = torch.autograd.grad(distance + self.variation * total_variation(images).mean(), images)

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback, GradientLeakageCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, Local, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
-from fl_lightning.nets import MLP
-from fl_lightning.privacy.leakage import analytic, gradient_of, labels_of, small_update
+from fl_lightning.nets import MLP, LossNet
+from fl_lightning.privacy.leakage import Matching, analytic, gradient_of, labels_of, small_update
+from fl_lightning.privacy.pixels import Pixels
 from tests.privacy.test_inversion import SIDE, stripes
 from tests.support import blobs, fit, largest_difference, mlp, weights
 
@@ -72,6 +73,35 @@ def test_without_a_bias_or_a_head_that_is_sent() -> None:
     fit(personal, blobs(), 1)
     received, sent, _ = small_update(personal, 0, torch.tensor([0]))
     assert labels_of(personal, gradient_of(personal, received, sent), 1) is None
+
+
+class Squared(LossNet):
+    """A net whose loss is not the cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = linear()
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch if isinstance(batch, tuple) else (batch, None)
+        scores = self.net(x).softmax(1)
+        return scores if y is None else (scores - (y[:, None] == torch.arange(4)).to(x)).square().sum(1).mean()
+
+
+def test_gradients_of_a_loss_of_the_nets_own_are_matched() -> None:
+    method, data = FedAvg(Squared(), lr=0.1, engine="stacked"), blobs()
+    fit(method, data, 1)
+    rows, pixels = data.federation.train[1][:2], Pixels.of(data.federation)
+    received, sent, _ = small_update(method, 1, rows)
+    _, distance = Matching(steps=1, variation=0.0)._descend(
+        method,
+        {**method.server_state(), **received},
+        gradient_of(method, received, sent),
+        data.federation.targets[rows],
+        pixels,
+        pixels.of_rows(rows).double(),
+    )
+    assert distance < 1e-9
 
 
 @pytest.mark.parametrize("kind", [FedAvg, SCAFFOLD, WAFFLe, Local])
