@@ -63,6 +63,7 @@ class FedMA(FederatedModule):
     ) -> None:
         super().__init__(net, **kwargs)
         self.mode = choice("mode", mode, ("fixed_width", "grow"))
+        self.grows = mode == "grow"
         for name, value in (("sigma", sigma), ("sigma0", sigma0), ("gamma0", gamma0)):
             if not value > 0:
                 raise FederationError(f"{name} must be greater than 0, not {value}.")

@@ -177,7 +177,11 @@ def test_refusals() -> None:
         fit(FedPer(lenet()), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="MLP has no normalisation layers"):
         fit(FedAvg(mlp()), blobs(), rounds=1, callbacks=[ParameterBiasCallback()])
-    with pytest.raises(FederationError, match="mode='grow' adds units that a central model does not have"):
+    growing = FedAvg(lenet())
+    growing.grows = True
+    with pytest.raises(FederationError, match="FedAvg adds units that a central model does not have"):
+        fit(growing, blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
+    with pytest.raises(FederationError, match="FedMA adds units that a central model does not have"):
         fit(FedMA(lenet(), mode="grow"), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="needs FedDAF, not Local"):
         fit(Local(mlp()), blobs(), rounds=1, callbacks=[InferredDistributionCallback()])
