@@ -105,6 +105,8 @@ class FedMA(FederatedModule):
             )
         self._stages = stages_of(self.net, self.units)
 
+    on_test_start = on_fit_start  # attacks ask clients what they would send
+
     # ---- a round ----------------------------------------------------------------------------------------------
 
     def aggregate(self, messages: list[Message]) -> State:
