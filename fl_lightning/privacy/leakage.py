@@ -62,6 +62,8 @@ def small_update(
 ) -> tuple[State, State, State]:
     """What a client would receive, send and keep in a round of one step on a few of its samples; nothing is kept.
 
+    Of several models that it receives, the one that it trains is told.
+
     Args:
         module: the method under its Trainer.
         client: the client.
@@ -75,10 +77,13 @@ def small_update(
         data = replace(data, label_maps=federation.label_maps)
     job = Job(client, module.begin(client, received))
     (result,) = SequentialEngine().train(_OneStep(module, len(rows)), data, [job], module.completed_rounds)
+    module.after_training({client: result.state}, module.completed_rounds)
     sent, kept = module.finish(client, result.state, received)
     message = Message(client, sent, len(rows))
     if protect is not None:
         protect(received, message)
+    if received and not module.revealed(received):  # several models, of which the client's answer names its own
+        received = {name: job.state[name] for name in module.shared_names}
     return received, message.tensors, kept
 
 
