@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from fl_lightning.callbacks import Dashboard, DifferentialPrivacyCallback, RunRecord, record
+from fl_lightning.callbacks import Dashboard, DifferentialPrivacyCallback, FairnessCallback, RunRecord, record
 from fl_lightning.callbacks.record import ClientHistory, read_record, settings_of
 from fl_lightning.datamodules import MNIST, FederatedDataModule, TensorFederation
 from fl_lightning.errors import FederationError
@@ -61,6 +61,17 @@ def test_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:
             assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
     assert again["clients"] == whole["clients"]
     assert again["steps"] == whole["steps"]
+
+
+def test_a_federation_of_one_client_is_recorded(tmp_path: Path) -> None:
+    again, board = RunRecord(folder=str(tmp_path)), Dashboard()
+    method = FedAvg(mlp(), batch_size=8, engine="sequential")
+    data = blobs((16,), meta={"mode": [0]})
+    fit(method, data, 2, callbacks=[again, board, FairnessCallback(folder=str(tmp_path))])
+    rows = read_record(tmp_path / "run.json")["clients"]["accuracy"]
+    assert [len(row) for row in rows] == [1, 1]
+    assert method.evaluator.scores["val"].shape == (1,)
+    assert board.history.table()[1].shape == (2, 1)
 
 
 def test_a_record_and_a_dashboard_that_are_used_again_hold_the_last_run_alone(tmp_path: Path) -> None:
