@@ -115,6 +115,11 @@ class Federation:
             raise FederationError("A client's index points past the end of the data.")
         if (self.mean is None) != (self.std is None):
             raise FederationError("Inputs are normalised by mean and std together: give both or neither.")
+        for name, values in self.meta.items():
+            if len(values) != len(self.train):
+                raise FederationError(
+                    f"meta must have one value for each of the {len(self.train)} clients, but {name!r} has {len(values)}."
+                )
         self._check_labels()
 
     def _check_labels(self) -> None:

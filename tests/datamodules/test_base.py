@@ -258,6 +258,7 @@ def test_own_tensors_that_do_not_fit(tensors: tuple[Tensor, Tensor]) -> None:
         ({"label_maps": torch.arange(1, 4).repeat(2, 1)}, "must name classes between 0 and"),
         ({"mean": torch.ones(1)}, "give both or neither"),
         ({"std": torch.ones(1)}, "give both or neither"),
+        ({"meta": {"mode": [0, 1, 1]}}, "each of the 2 clients, but 'mode' has 3"),
     ],
 )
 def test_labels_and_scales_that_cannot_be(kwargs: dict[str, Any], says: str) -> None:
