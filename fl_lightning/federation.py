@@ -118,7 +118,8 @@ class Federation:
         for name, values in self.meta.items():
             if len(values) != len(self.train):
                 raise FederationError(
-                    f"meta must have one value for each of the {len(self.train)} clients, but {name!r} has {len(values)}."
+                    f"meta must have one value for each of the {len(self.train)} clients, but {name!r} has "
+                    f"{len(values)}."
                 )
         self._check_labels()
 
