@@ -92,7 +92,8 @@ class Evaluator:
 
     def accuracies(self) -> Tensor:
         """Accuracy of every client in the evaluation under way, shape (clients,), NaN for clients not yet seen."""
-        return self._collected.compute()["acc"].detach().clone().cpu()
+        found: Tensor = self._collected.compute()["acc"]
+        return found.detach().reshape(-1).clone().cpu()  # torchmetrics leaves no dimension where there is one client
 
     def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
         """What to log: mean, spread and worst tenth over clients; the server's models on the global test set."""

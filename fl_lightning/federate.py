@@ -21,7 +21,9 @@ HOOKS = (
     "configure_gradient_clipping",
     "lr_scheduler_step",
     "on_after_backward",
+    "on_after_batch_transfer",
     "on_before_backward",
+    "on_before_batch_transfer",
     "on_before_optimizer_step",
     "on_before_zero_grad",
     "on_train_batch_end",
@@ -37,7 +39,8 @@ def federate(module: LightningModule, method: type[FederatedModule] = FedAvg, **
 
     Clients minimise what its ``training_step((inputs, labels), batch_idx)`` returns, with the settings of the SGD that
     its ``configure_optimizers`` returns. They are evaluated on the scores that its ``forward(inputs)`` returns. What it
-    logs in a step is not logged: a step is one of many clients'.
+    logs in a step is not logged: a step is one of many clients', which know no Trainer, and for which
+    ``self.current_epoch`` and ``self.global_step`` are always 0.
 
     Args:
         module: the module; it is copied and stays as it is.

@@ -113,6 +113,37 @@ class Federation:
                 )
         if len(self.train.flat) and int(self.train.flat.max()) >= len(self.targets):
             raise FederationError("A client's index points past the end of the data.")
+        if (self.mean is None) != (self.std is None):
+            raise FederationError("Inputs are normalised by mean and std together: give both or neither.")
+        for name, values in self.meta.items():
+            if len(values) != len(self.train):
+                raise FederationError(
+                    f"meta must have one value for each of the {len(self.train)} clients, but {name!r} has "
+                    f"{len(values)}."
+                )
+        self._check_labels()
+
+    def _check_labels(self) -> None:
+        """Refuse labels that are no class, and label permutations that do not cover the labels."""
+        low, high = int(self.targets.min()), int(self.targets.max())
+        if not 0 <= low <= high < self.num_classes:  # those of samples that are nobody's do not matter
+            owned = torch.cat([self.targets[i.flat] for i in (self.train, self.test, self.index("val"))])
+            low, high = int(owned.min()), int(owned.max())
+        if not 0 <= low <= high < self.num_classes:
+            raise FederationError(
+                f"Labels must lie between 0 and {self.num_classes - 1}, as num_classes={self.num_classes} says, but "
+                f"they run from {low} to {high}."
+            )
+        maps = self.label_maps
+        if maps is None:
+            return
+        if maps.dim() != 2 or len(maps) != len(self.train) or maps.shape[1] <= high:
+            raise FederationError(
+                f"label_maps must have a row for each of the {len(self.train)} clients and a column for each of the "
+                f"{self.num_classes} classes, not the shape {tuple(maps.shape)}."
+            )
+        if not 0 <= int(maps.min()) <= int(maps.max()) < self.num_classes:
+            raise FederationError(f"label_maps must name classes between 0 and {self.num_classes - 1}.")
 
     @property
     def num_clients(self) -> int:

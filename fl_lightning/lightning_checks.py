@@ -22,6 +22,11 @@ def check_trainer(trainer: Trainer) -> None:
             f"A federated run shares out clients, not the model: {type(trainer.strategy).__name__} cannot be used, "
             "set Trainer(strategy='ddp') or devices=1."
         )
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise FederationError(
+            "Trainer(sync_batchnorm=True) would normalise clients of different processes by each other's batches: "
+            "leave it out."
+        )
     if str(trainer.precision).startswith(("16", "transformer")):
         raise FederationError(
             f"precision={trainer.precision!r} needs a gradient scaler, which local training does not have: "

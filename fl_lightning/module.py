@@ -124,6 +124,8 @@ class FederatedModule(LightningModule):
 
     #: Whether the server's model is a mean of the clients' under weights that their data does not decide.
     aggregates_by_mean: ClassVar[bool] = True
+    #: Whether the server's model may get units that it did not begin with.
+    grows: bool = False
 
     # ---- what a method may say ------------------------------------------------------------------------------
 

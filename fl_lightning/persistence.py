@@ -12,6 +12,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import nn
+from torch.optim import Optimizer
 
 from fl_lightning.errors import FederationError
 from fl_lightning.loop import Tally
@@ -43,6 +44,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "method": type(module).__name__,
         "seed": module.seed,
         "data": getattr(data, "fingerprint", None),
+        "optimizer": next((type(one).__name__ for one in getattr(module._trainer, "optimizers", ())), None),
         "engine": module.engine.choice,
         "clients": module.snapshots.state_dict(),
         "rounds": module.completed_rounds,
@@ -91,13 +93,20 @@ def _check_entries(module: FederatedModule, saved: dict[str, torch.Tensor]) -> N
 
 
 def _check_run(module: FederatedModule, trainer: Trainer, saved: dict[str, Any]) -> None:
-    """A run may be continued only with its own seed and data; a trained model may be evaluated with others."""
+    """A run is continued only with its own seed, data and server optimizer; a model may be evaluated with others."""
     if not trainer.training and trainer.state.fn != "fit":
         return
     if saved["seed"] != module.seed:
         raise FederationError(
             f"The checkpoint's run had seed {saved['seed']} and cannot go on with seed {module.seed}: "
             f"pass seed={saved['seed']}."
+        )
+    optimizer = module.configure_optimizers()
+    given = type(optimizer).__name__
+    if isinstance(optimizer, Optimizer) and saved.get("optimizer") not in (None, given):
+        raise FederationError(
+            f"The checkpoint's run had the server optimizer {saved['optimizer']} and cannot go on with {given}: pass "
+            "the server_optimizer that it was started with."
         )
     fingerprint = getattr(trainer.datamodule, "fingerprint", None)  # type: ignore[attr-defined]
     if saved["data"] is not None and fingerprint is not None and saved["data"] != fingerprint:

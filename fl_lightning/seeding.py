@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import FederationError
+
 
 def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
     """The generator for one purpose, round and client of a run.
@@ -31,6 +33,8 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
         >>> bool((a.permutation(10) == b.permutation(10)).all())
         True
     """
+    if seed < 0:
+        raise FederationError(f"seed must be 0 or more, not {seed}.")
     entropy = (seed, zlib.crc32(purpose.encode()), round, client)
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
 

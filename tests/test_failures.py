@@ -17,6 +17,7 @@ from fl_lightning.datamodules import IID, Digits, TensorFederation, Unimodal
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedProx, Local
 from fl_lightning.nets import MLP, LeNet5, LeNetBN
+from fl_lightning.optim import FedAdam
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 
 
@@ -121,6 +122,7 @@ def test_checkpoints_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
         (FedAvg(mlp(hidden=(8,))), blobs(), saved, "model does not fit MLP"),
         (FedAvg(mlp(), seed=5), blobs(), saved, "had seed 0 and cannot go on with seed 5: pass seed=0"),
         (FedAvg(mlp()), blobs(seed=1), saved, "other data or another partition"),
+        (FedAvg(mlp(), server_optimizer=FedAdam), blobs(), saved, "optimizer SGD and cannot go on with FedAdam"),
     ]
     for method, data, path, sentence in cases:
         with pytest.raises(FederationError, match=sentence):

@@ -140,6 +140,8 @@ def variant(**members: Any) -> LightningModule:
         (variant(configure_optimizers=lambda self: self.trainer.optimizers), "cannot be called without a Trainer"),
         (variant(automatic_optimization=False), "optimizes manually"),
         (variant(on_after_backward=lambda self: None), "overrides on_after_backward"),
+        (variant(on_before_batch_transfer=lambda self, batch, i: batch), "overrides on_before_batch_transfer"),
+        (variant(on_after_batch_transfer=lambda self, batch, i: batch), "overrides on_after_batch_transfer"),
         (FedAvg(mlp()), "is a federated method already"),
         (LightningModule(), "has no training_step"),
         (mlp(), "takes a LightningModule"),

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from fl_lightning.callbacks import FederatedCallback, FederatedRichProgressBar, FederatedTQDMProgressBar
@@ -175,6 +175,7 @@ def test_mixed_precision_runs_the_net_in_bfloat16_and_caches_no_weights() -> Non
         ({"gradient_clip_val": 1.0}, "use the method's clip_norm"),
         ({"accumulate_grad_batches": 2}, "larger batch_size"),
         ({"overfit_batches": 1}, "fewer clients or samples"),
+        ({"strategy": DDPStrategy(), "sync_batchnorm": True}, "each other's batches: leave it out"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(option: dict[str, Any], sentence: str) -> None:

@@ -56,10 +56,10 @@ class ParameterBiasCallback(CentralCallback):
         if not norm_layers(pl_module.net):
             name = type(pl_module.net).__name__
             raise FederationError(f"{name} has no normalisation layers whose parameters could be compared.")
-        if getattr(pl_module, "mode", None) == "grow":  # of FedMA
+        if pl_module.grows:
             raise FederationError(
-                "mode='grow' adds units that a central model does not have: use fixed_width, or leave "
-                "ParameterBiasCallback out."
+                f"{type(pl_module).__name__} adds units that a central model does not have: let it keep its widths, as "
+                "FedMA does with mode=fixed_width, or leave ParameterBiasCallback out."
             )
         if kept := pl_module.private_names:
             raise FederationError(

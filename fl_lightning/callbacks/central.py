@@ -78,7 +78,8 @@ class CentralCallback(Callback):
         """The central model, from its file if that is of the same run, else trained and written there."""
         federation = module.federation
         samples = samples_trained(module) - self.before
-        passes = max(1, round(module.local.epochs * samples / len(federation.train.flat)))
+        epochs = module.local.epochs
+        passes = max(1, round(epochs * samples / len(federation.train.flat))) if epochs else 0
         path = self.out(trainer) / FILE if self.path is None else Path(self.path)
         key = _key(module, self.initial, passes)
         if path.exists() and (saved := _read(path, module.device))["key"] == key:
@@ -121,7 +122,7 @@ def train_centrally(module: FederatedModule, initial: State, federation: Federat
     pooled, engine = pool(federation), make_engine("sequential")
     state = {name: value.to(module.device) for name, value in initial.items()}
     with torch.inference_mode(False), torch.enable_grad():
-        for number, first in enumerate(range(0, passes, module.local.epochs)):
+        for number, first in enumerate(range(0, passes, module.local.epochs or 1)):
             central.local = replace(module.local, epochs=min(module.local.epochs, passes - first))
             state = engine.train(central, pooled, [Job(0, state)], number)[0].state
     return {name: value.detach() for name, value in state.items()}

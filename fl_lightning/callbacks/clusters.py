@@ -49,10 +49,12 @@ class ClustersCallback(Callback):
         self.history: dict[int, list[int]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse methods without clusters."""
+        """Refuse methods without clusters, and forget earlier runs."""
         if not isinstance(pl_module, HasClusters):
             given = type(pl_module).__name__
             raise FederationError(f"ClustersCallback needs a method with clusters, such as IFCA, not {given}.")
+        if stage == "fit" and not trainer.current_epoch:  # a run that is resumed gets its own back
+            self.history = {}
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """Log the clusters as the round left them."""

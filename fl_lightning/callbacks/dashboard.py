@@ -64,9 +64,11 @@ class Dashboard(Callback):
     # ---- what is collected ----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse other modules; keep Lightning from writing a table of settings without metrics."""
+        """Refuse other modules and forget earlier runs; keep Lightning from writing settings without metrics."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"Dashboard needs a federated method, not {type(pl_module).__name__}.")
+        if stage == "fit" and not trainer.current_epoch:  # a run that is resumed gets its own back
+            self.history, self.sketches = ClientHistory(), {}
         for logger in _loggers(trainer):
             logger._default_hp_metric = False
 

@@ -58,6 +58,8 @@ class DifferentialPrivacyCallback(FederatedCallback):
             raise FederationError(f"noise_multiplier must be 0 or more, not {noise_multiplier}.")
         if where not in ("central", "local"):
             raise FederationError(f"where must be central or local, not {where!r}.")
+        if accountant not in ("rdp", "prv"):
+            raise FederationError(f"accountant must be rdp or prv, not {accountant!r}.")
         if delta is not None and not 0 < delta < 1:
             raise FederationError(f"delta must lie between 0 and 1, not at {delta}.")
         self.clip, self.noise_multiplier, self.where = clip, noise_multiplier, where

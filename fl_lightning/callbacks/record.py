@@ -106,6 +106,11 @@ class RunRecord(Callback):
         self._validated: set[str] = set()
         self._began = self._wrote = time.perf_counter()
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier run; one that is resumed gets its own back."""
+        if stage == "fit" and not trainer.current_epoch:
+            self.curves, self.history, self.seconds, self._validated = {}, ClientHistory(), 0.0, set()
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._began = self._wrote = time.perf_counter()

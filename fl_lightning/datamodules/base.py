@@ -50,6 +50,11 @@ class Samples:
             rows = torch.nonzero(self.targets == label).flatten()
             kept.append(rows[torch.from_numpy(rng.permutation(len(rows))[: round(share * len(rows))])])
         index = torch.cat(kept).sort().values
+        if not len(index):
+            raise FederationError(
+                f"limit={number} leaves less than half a sample of every class: use at least {len(kept)}, the number "
+                "of classes."
+            )
         size = None if self.train_size is None else int((index < self.train_size).sum())
         users = self.users
         if users is not None:
@@ -209,8 +214,12 @@ class FederatedDataModule(LightningDataModule, ABC):
         fed = self.federation
         indices = [t for index in (fed.train, fed.test, fed.index("val")) for t in (index.flat, index.offsets)]
         owners = hash_tensors(*indices, fed.global_test, fed.label_maps)
-        scale = "" if self.standardize else "not standardised"
-        return hashlib.sha256(f"{self.data_hash}{owners}{scale}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.data_hash}{owners}{self.scale}".encode()).hexdigest()[:16]
+
+    @property
+    def scale(self) -> str:
+        """What the net's inputs depend on beside the samples, where it is not as usual."""
+        return "" if self.standardize else "not standardised"
 
     def cohort(self, round: int) -> list[int]:
         """The clients that train in a round: a pure function of seed and round.

@@ -88,7 +88,7 @@ def read_rows(path: Path, skip_malformed: bool = False) -> Iterator[tuple[int, s
     """
     with path.open(encoding="latin-1", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
-            row = next(csv.reader([line.rstrip("\r\n").replace("\0", " ")]), [])
+            row = _columns(line.rstrip("\r\n").replace("\0", " "))
             if len(row) == 6 and row[0] in LABELS:
                 if LABELS[row[0]] >= 0:
                     yield LABELS[row[0]], row[4], row[5]
@@ -99,6 +99,14 @@ def read_rows(path: Path, skip_malformed: bool = False) -> Iterator[tuple[int, s
                 raise FederationError(
                     f"Row {number} of {path} has {wrong}: correct it, or drop such rows with skip_malformed=True."
                 )
+
+
+def _columns(line: str) -> list[str]:
+    """The columns of a line; one alone if it is none of a CSV file."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:
+        return [line]
 
 
 class _Numbers(dict[str, int]):

@@ -110,7 +110,8 @@ class Manifest:
                 f"The manifest was made with other data ({self.data}, hash {self.data_hash}; this data has "
                 f"{data_hash}): use the data it names or write a new manifest."
             )
-        if scheme is not None and scheme.describe() != self.scheme:
+        # As JSON has it, where a tuple is a list.
+        if scheme is not None and json.loads(json.dumps(scheme.describe())) != self.scheme:
             raise FederationError(
                 f"The manifest holds {self.scheme_call} but the DataModule asks for {scheme!r}: leave the partition "
                 "out or write a new manifest."

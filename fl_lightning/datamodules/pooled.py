@@ -73,7 +73,11 @@ class Pooled(LightningDataModule):
 
     def _loader(self, split: Split, shuffle: bool = False) -> DataLoader[Samples]:
         federation = self.federation
-        clients = range(federation.num_clients) if self.clients is None else self.clients
+        everyone = range(federation.num_clients)
+        clients = everyone if self.clients is None else self.clients
+        strangers = sorted(set(clients) - set(everyone))
+        if strangers or not clients:
+            raise FederationError(f"clients must name some of the clients 0 to {everyone[-1]}, not {strangers}.")
         dataset = _Gathered(federation, split, list(clients), self.owners)
         return DataLoader(dataset, self.batch_size, shuffle=shuffle, collate_fn=_as_it_is)
 

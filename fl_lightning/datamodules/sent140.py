@@ -101,6 +101,11 @@ class Sent140(FederatedDataModule):
         lookup = torch.tensor([PAD, *(numbers.get(word, UNKNOWN) for word in self.corpus.lexicon)])
         return lookup[samples.inputs.long()]
 
+    @property
+    def scale(self) -> str:
+        """Another vocabulary."""
+        return "" if (self.vocab_size, self.min_freq) == (20_000, 1) else f"{self.vocab_size} {self.min_freq}"
+
     def client_meta(self, partition: Partition) -> Mapping[str, Sequence[Any]]:
         """The clients' users by name rather than by number."""
         users = partition.meta.get("user")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning import seeding
 from fl_lightning.datamodules.base import FederatedDataModule, Samples
-from fl_lightning.datamodules.partitions.base import Partition
+from fl_lightning.datamodules.partitions.base import Partition, hash_tensors
 from fl_lightning.datamodules.partitions.deal import local_split
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex
@@ -68,6 +68,11 @@ class TensorFederation(FederatedDataModule):
             self.partition = None
         if len(inputs) != len(targets) or not len(targets):
             raise FederationError(f"There are {len(inputs)} inputs and {len(targets)} targets: each needs the other.")
+        if targets.dim() != 1 or (targets.is_floating_point() and not torch.equal(targets, targets.round())):
+            raise FederationError(
+                "targets must be one whole number for each sample, the number of its class, not "
+                f"{targets.dtype} of shape {tuple(targets.shape)}."
+            )
         if train is None and not (test is None and global_test is None and label_maps is None and meta is None):
             raise FederationError("test, global_test, label_maps and meta go with train: give train too.")
         if train is not None and (kwargs.get("partition") or kwargs.get("manifest")):
@@ -91,6 +96,11 @@ class TensorFederation(FederatedDataModule):
     def augmentation(self) -> Augment | None:
         """The transform that was given."""
         return self.transform
+
+    @property
+    def scale(self) -> str:
+        """Own mean and deviation."""
+        return "" if self.mean is None else hash_tensors(self.mean, self.std)
 
     def deal(self, samples: Samples) -> Partition:
         """The lists that were given, checked; without lists what the partition says."""

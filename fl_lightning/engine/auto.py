@@ -88,6 +88,9 @@ class AutoEngine(Engine):
         sequential = probe("sequential")
         if len(jobs) == 1:
             return sequential.engine, "one client at a time has nothing to stack"
+        steps = round_steps(method, federation, jobs)
+        if not steps:
+            return sequential.engine, "no client takes a step"
         agreed, refused = [sequential], ""
         reference = sequential.run()
         for name in ("stacked", "captured"):
@@ -102,7 +105,7 @@ class AutoEngine(Engine):
                 return sequential.engine, hopeless
         if len(agreed) == 1:
             return sequential.engine, refused
-        name, reason = _fastest(agreed, round_steps(method, federation, jobs))
+        name, reason = _fastest(agreed, steps)
         return ENGINES[name](self.width), reason
 
 

@@ -88,7 +88,8 @@ class Trace:
             names[:] = [tuple(part) for part in update[1:]]
             return [update.loss, *(value for part in update[1:] for value in part.values())]
 
-        graph = make_fx(flat, tracing_mode="fake")(*state.values(), *_leaves(batch))
+        trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)  # a net may have constants of its own
+        graph = trace(*state.values(), *_leaves(batch))
         self.names = names
         number = {name: i for i, name in enumerate(state)}
         grads, replaced, added = names

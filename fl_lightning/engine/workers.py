@@ -196,6 +196,7 @@ class _Worker:
     def __init__(self, number: int, setting: tuple[Any, ...]) -> None:
         self.number, self.setting = number, setting
         self.task: _Task | None = None
+        self.answered = False
         self._launch()
 
     def _launch(self) -> None:
@@ -217,6 +218,7 @@ class _Worker:
         try:
             answer = self._receive()
         except (EOFError, OSError):
+            self._check_started()
             rank_zero_warn(f"{self} died; it is started anew and its clients are trained again.")
             self._launch()
             self.begin(self.task)
@@ -228,11 +230,22 @@ class _Worker:
                     f"{self} died twice while it trained clients {clients}: the machine may be out of memory, try "
                     "fewer workers or a smaller clients_per_stack; the last checkpoint is intact."
                 ) from None
+        self.answered = True
         if isinstance(answer, _Failure):
             raise answer.error from _WorkerError(answer.trace)
         layouts, memory, losses, steps = answer
         states = _unpack(layouts, memory)
         return [Result(state, loss, count) for state, loss, count in zip(states, losses, steps, strict=True)]
+
+    def _check_started(self) -> None:
+        """Tell a process that was killed from one that never came to work: it ended by an error of its own."""
+        self.process.join(timeout=5)
+        if not self.answered and (self.process.exitcode or 0) > 0:
+            raise FederationError(
+                f"{self} could not start, as its error above says: worker processes import the script, so let it train "
+                "under if __name__ == '__main__', have classes of your own in a module if it is a notebook, or set "
+                "workers=1."
+            ) from None
 
     def _receive(self) -> Any:
         return self.connection.recv()

@@ -63,6 +63,7 @@ class FedMA(FederatedModule):
     ) -> None:
         super().__init__(net, **kwargs)
         self.mode = choice("mode", mode, ("fixed_width", "grow"))
+        self.grows = mode == "grow"
         for name, value in (("sigma", sigma), ("sigma0", sigma0), ("gamma0", gamma0)):
             if not value > 0:
                 raise FederationError(f"{name} must be greater than 0, not {value}.")
@@ -103,6 +104,8 @@ class FedMA(FederatedModule):
                 "use fixed_width."
             )
         self._stages = stages_of(self.net, self.units)
+
+    on_test_start = on_fit_start  # attacks ask clients what they would send
 
     # ---- a round ----------------------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ def small_update(
 ) -> tuple[State, State, State]:
     """What a client would receive, send and keep in a round of one step on a few of its samples; nothing is kept.
 
+    Of several models that it receives, the one that it trains is told.
+
     Args:
         module: the method under its Trainer.
         client: the client.
@@ -75,10 +77,13 @@ def small_update(
         data = replace(data, label_maps=federation.label_maps)
     job = Job(client, module.begin(client, received))
     (result,) = SequentialEngine().train(_OneStep(module, len(rows)), data, [job], module.completed_rounds)
+    module.after_training({client: result.state}, module.completed_rounds)
     sent, kept = module.finish(client, result.state, received)
     message = Message(client, sent, len(rows))
     if protect is not None:
         protect(received, message)
+    if received and not module.revealed(received):  # several models, of which the client's answer names its own
+        received = {name: job.state[name] for name in module.shared_names}
     return received, message.tensors, kept
 
 
@@ -173,7 +178,7 @@ class Matching:
         distance = torch.tensor(float("inf"))
         for _ in range(self.steps):
             x = pixels.to_net(images, module.compute_dtype)
-            loss = module.loss(module.call({**state, **leaves}, x, training=False)[0], labels)
+            loss, _ = module.batch_loss({**state, **leaves}, x, labels, training=False)
             own = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
             distance = 1 - F.cosine_similarity(torch.cat([g.flatten() for g in own]), wanted, dim=0)
             (images.grad,) = torch.autograd.grad(distance + self.variation * total_variation(images).mean(), images)

@@ -166,10 +166,19 @@ def test_passes_leave_the_cold_start_out_and_are_one_at_least(tmp_path: Path, mo
         (FedGroup(lenet(), clusters=2, cold_steps=3, batch_size=8, engine="stacked"), blobs((9, 8, 9), IMAGE), 2),
         (FedAvg(lenet(), batch_size=8, engine="stacked"), blobs([8] * 8, IMAGE, fraction=0.125), 1),
         (FedAvg(lenet(), epochs=3, batch_size=8, engine="stacked"), blobs([8] * 4, IMAGE, fraction=0.5), 3),
+        (FedAvg(lenet(), epochs=0, engine="stacked"), blobs([8] * 2, IMAGE), 1),
     ):
         callback = ParameterBiasCallback(folder=str(tmp_path / type(method).__name__ / str(rounds)))
         fit(method, data, rounds=rounds, callbacks=[callback])
-    assert trained == [2, 1, round(3 * 3 * 2 / 4)]
+    assert trained == [2, 1, round(3 * 3 * 2 / 4), 0]
+
+
+def test_a_central_model_of_no_pass_is_the_initial_one() -> None:
+    method, data = FedAvg(mlp(), epochs=0), blobs()
+    data.setup()
+    initial = method.server_state()
+    found = train_centrally(method, initial, data.federation, 0)
+    assert all(torch.equal(value, initial[name]) for name, value in found.items())
 
 
 def test_refusals() -> None:
@@ -177,7 +186,11 @@ def test_refusals() -> None:
         fit(FedPer(lenet()), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="MLP has no normalisation layers"):
         fit(FedAvg(mlp()), blobs(), rounds=1, callbacks=[ParameterBiasCallback()])
-    with pytest.raises(FederationError, match="mode='grow' adds units that a central model does not have"):
+    growing = FedAvg(lenet())
+    growing.grows = True
+    with pytest.raises(FederationError, match="FedAvg adds units that a central model does not have"):
+        fit(growing, blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
+    with pytest.raises(FederationError, match="FedMA adds units that a central model does not have"):
         fit(FedMA(lenet(), mode="grow"), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="needs FedDAF, not Local"):
         fit(Local(mlp()), blobs(), rounds=1, callbacks=[InferredDistributionCallback()])

@@ -41,6 +41,13 @@ def test_sizes_moves_and_agreement(tmp_path: Path) -> None:
     assert [[int(x) for x in row] for row in rows[1:]] == [[0, *first], [1, *second]]
 
 
+def test_a_callback_that_is_used_again_holds_the_last_run_alone() -> None:
+    callback = ClustersCallback()
+    for rounds in (2, 1):
+        fit(fesem(), planted(4), rounds=rounds, callbacks=[callback])
+    assert list(callback.history) == [0]
+
+
 def test_every_so_many_rounds_and_resumed(tmp_path: Path) -> None:
     whole = ClustersCallback(every=2)
     fit(fesem(), planted(12), rounds=4, callbacks=[whole])

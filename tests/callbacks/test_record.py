@@ -13,13 +13,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from fl_lightning.callbacks import DifferentialPrivacyCallback, RunRecord, record
+from fl_lightning.callbacks import Dashboard, DifferentialPrivacyCallback, FairnessCallback, RunRecord, record
 from fl_lightning.callbacks.record import ClientHistory, read_record, settings_of
 from fl_lightning.datamodules import MNIST, FederatedDataModule, TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedPer
 from fl_lightning.optim import FedAdam
-from tests.support import blobs, fit, mlp, weights
+from tests.support import blobs, fit, mlp, trainer, weights
 
 
 def recorded(folder: Path, rounds: int = 3, callbacks: tuple[Callback, ...] = (), **kwargs: Any) -> dict[str, Any]:
@@ -61,6 +61,32 @@ def test_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:
             assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
     assert again["clients"] == whole["clients"]
     assert again["steps"] == whole["steps"]
+
+
+def test_a_federation_of_one_client_is_recorded(tmp_path: Path) -> None:
+    again, board = RunRecord(folder=str(tmp_path)), Dashboard()
+    method = FedAvg(mlp(), batch_size=8, engine="sequential")
+    data = blobs((16,), meta={"mode": [0]})
+    fit(method, data, 2, callbacks=[again, board, FairnessCallback(folder=str(tmp_path))])
+    rows = read_record(tmp_path / "run.json")["clients"]["accuracy"]
+    assert [len(row) for row in rows] == [1, 1]
+    assert method.evaluator.scores["val"].shape == (1,)
+    assert board.history.table()[1].shape == (2, 1)
+
+
+def test_a_record_and_a_dashboard_that_are_used_again_hold_the_last_run_alone(tmp_path: Path) -> None:
+    again, board = RunRecord(folder=str(tmp_path)), Dashboard()
+    for rounds in (3, 2):
+        fit(FedAvg(mlp(), batch_size=8, engine="stacked"), blobs(), rounds, callbacks=[again, board])
+    run = read_record(tmp_path / "run.json")
+    assert run["curves"]["train/loss"]["rounds"] == run["clients"]["rounds"] == [0, 1]
+    assert board.history.table()[0] == [0, 1]
+    longer = trainer(2, callbacks=[again])
+    method = FedAvg(mlp(), batch_size=8, engine="stacked")
+    longer.fit(method, datamodule=blobs())
+    longer.fit_loop.max_epochs = 3
+    longer.fit(method, datamodule=blobs())
+    assert read_record(tmp_path / "run.json")["curves"]["train/loss"]["rounds"] == [0, 1, 2]
 
 
 def test_a_run_that_was_saved_after_a_validation_has_all_of_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from fl_lightning.datamodules import IID, ConceptShift, Digits, TensorFederation, Unimodal
+from fl_lightning.datamodules import IID, ConceptShift, Digits, Pooled, TensorFederation, Unimodal
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex
 
@@ -150,6 +150,13 @@ def test_a_stock_trainer_takes_the_datamodule() -> None:
     assert module.seen == [("train", 0), ("val", [0, 1]), ("val", [2])] * 2
 
 
+@pytest.mark.parametrize("clients", [[3], [-1, 0], []])
+def test_pooled_clients_that_are_not_there(clients: list[int]) -> None:
+    pooled = Pooled(Digits(partition=IID(3)), clients=clients)
+    with pytest.raises(FederationError, match="some of the clients 0 to 2, not"):
+        pooled.train_dataloader()
+
+
 def test_fingerprint_is_of_data_and_owners_not_of_the_seed() -> None:
     x, y = torch.randn(20, 3), torch.arange(20) % 2
     lists = {"train": [[0, 1, 2], [3, 4]], "test": [[5], [6]]}
@@ -169,6 +176,9 @@ def test_fingerprint_is_of_data_and_owners_not_of_the_seed() -> None:
         print_of(test=[[5], [7]]),
         print_of(label_maps=torch.tensor([[0, 1], [1, 0]])),
         print_of(val_fraction=0.3),
+        print_of(mean=torch.zeros(3), std=torch.ones(3)),
+        print_of(mean=torch.ones(3), std=torch.ones(3)),
+        print_of(inputs=x.bfloat16()),
     ]
     assert len({first, *others}) == 1 + len(others)
 
@@ -231,6 +241,35 @@ def test_own_lists_that_cannot_be(tensors: tuple[Tensor, Tensor], kwargs: dict[s
 def test_own_tensors_that_do_not_fit(tensors: tuple[Tensor, Tensor]) -> None:
     with pytest.raises(FederationError, match="59 inputs and 60 targets"):
         TensorFederation(tensors[0][:59], tensors[1])
+    x, y = tensors
+    for targets in (y + 0.5, torch.nn.functional.one_hot(y)):
+        with pytest.raises(FederationError, match="one whole number for each sample"):
+            TensorFederation(x, targets)
+    assert TensorFederation(x, y.float()).num_classes == TensorFederation(x, y).num_classes
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"num_classes": 1}, "between 0 and 0, as num_classes=1 says, but they run from 0 to"),
+        ({"targets": torch.arange(60) % 3 - 1}, "run from -1 to 1"),
+        ({"label_maps": torch.tensor([[0], [0]])}, "a row for each of the 2 clients"),
+        ({"label_maps": torch.arange(3).repeat(3, 1)}, "a row for each of the 2 clients"),
+        ({"label_maps": torch.arange(1, 4).repeat(2, 1)}, "must name classes between 0 and"),
+        ({"mean": torch.ones(1)}, "give both or neither"),
+        ({"std": torch.ones(1)}, "give both or neither"),
+        ({"meta": {"mode": [0, 1, 1]}}, "each of the 2 clients, but 'mode' has 3"),
+    ],
+)
+def test_labels_and_scales_that_cannot_be(kwargs: dict[str, Any], says: str) -> None:
+    given = {"targets": torch.arange(60) % 3, "train": [[0, 1, 2], [3, 4, 5]], "test": [[6, 7, 8], [9, 10, 11]]}
+    with pytest.raises(FederationError, match=says):
+        TensorFederation(torch.zeros(60, 4), **{**given, **kwargs}).setup()
+
+
+def test_labels_of_samples_that_nobody_owns_do_not_matter() -> None:
+    data = TensorFederation(torch.zeros(4, 2), torch.tensor([0, 1, -1, 7]), train=[[0]], test=[[1]], num_classes=2)
+    assert data.federation.num_classes == 2
 
 
 def test_limit_takes_the_same_share_of_every_class_and_keeps_official_rows_apart() -> None:
@@ -252,5 +291,7 @@ def test_limit_takes_the_same_share_of_every_class_and_keeps_official_rows_apart
     assert len(TensorFederation(y[:, None].float(), y, limit=500).samples.targets) == 120
     with pytest.raises(FederationError, match="limit must be at least 1"):
         TensorFederation(y[:, None].float(), y, limit=0)
+    with pytest.raises(FederationError, match="limit=1 leaves less than half a sample of every class: use at least 3"):
+        _ = TensorFederation(torch.zeros(90, 1), torch.arange(90) % 3, limit=1).samples
     with pytest.raises(FederationError, match="leave it out where index lists"):
         TensorFederation(y[:, None].float(), y, train=[[0, 1]], test=[[2]], limit=5)

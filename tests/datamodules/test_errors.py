@@ -97,6 +97,15 @@ def test_settings_that_this_data_cannot_serve(scheme: PartitionScheme, says: str
     works(LABELS, 0)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0, 1.5])
+def test_a_test_part_that_is_none(fraction: float) -> None:
+    assert "test_fraction must lie" in refused(lambda: IID(5, fraction, train_samples=10)(LABELS, 0))
+
+
+def test_a_seed_below_zero() -> None:
+    assert "seed must be 0 or more, not -1" in refused(lambda: IID(5)(LABELS, -1))
+
+
 def test_users_with_too_few_samples() -> None:
     users = torch.cat((torch.arange(100).repeat(6), torch.arange(400) // 40 + 200))  # 100 users with 6, ten with 40
     assert "use Sent140, or another partition" in refused(lambda: ByUser()(LABELS, 0))

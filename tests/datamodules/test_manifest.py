@@ -52,6 +52,12 @@ def test_a_manifest_gives_the_same_partition_back(tmp_path: Path, scheme: Partit
     assert Digits(manifest=path, partition=scheme).fingerprint == data.fingerprint
 
 
+def test_a_scheme_with_tuples_is_the_one_that_its_manifest_has_in_lists(tmp_path: Path) -> None:
+    scheme = Multimodal([[0, 1], [2, 3]], (4, 2))  # type: ignore[arg-type]
+    path = write(Digits(partition=scheme), tmp_path / "manifest.json")
+    assert Digits(manifest=path, partition=scheme).federation.num_clients == 6
+
+
 def test_what_a_manifest_says(tmp_path: Path) -> None:
     data = Digits(partition=SHIFT, seed=5)
     stored = json.loads(Path(write(data, tmp_path / "m.json")).read_text())

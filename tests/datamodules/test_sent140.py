@@ -131,6 +131,7 @@ def test_cache_is_used_and_keyed(root: Path, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(corpus, "_build", None)
         assert data(root).fingerprint == first
         assert data(root, vocab_size=9, length=4, partition=IID(3)).federation
+    assert data(root, min_freq=2).fingerprint != first
     data(root, skip_malformed=True).setup()
     assert len(caches(root)) == 2
     monkeypatch.setattr("fl_lightning.datamodules.tweets.VERSION", 99)
@@ -181,6 +182,8 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(root: Path) -> None:
         ('"3","1","date","NO_QUERY","user1","text"\n', "label '3', not 0, 2 or 4"),
         ('"0","1","date,"NO_QUERY,"user1,"text"\n', "Row 11"),
         ("garbage\n", "1 columns rather than 6"),
+        ("0,1,date,NO_QUERY,user1,a\rb\n", "Row 11 .* 1 columns"),
+        (f"0,1,date,NO_QUERY,user1,{'a' * 140_000}\n", "Row 11 .* 1 columns"),
         ('"0","1","date","NO_QUERY","user1","a","b"\n', "7 columns"),
     ],
 )

@@ -67,6 +67,12 @@ def test_a_round_has_the_steps_of_its_largest_client_and_longest_phase() -> None
     assert auto.round_steps(method, data.federation, jobs) == 7
 
 
+def test_clients_that_take_no_step() -> None:
+    method = FedAvg(net=mlp(), epochs=0)
+    fit(method, blobs(), rounds=1)
+    assert (method.engine.choice, method.engine.reason) == ("sequential", "no client takes a step")  # type: ignore[attr-defined]
+
+
 def test_a_round_is_predicted_from_two_probes() -> None:
     """Preparation counts once, steps as often as they are made; a noisy pair of probes flatters nobody."""
     assert auto.predicted(short=3.0, long=7.0, steps=101) == pytest.approx(103.0)  # 2 s of preparation, 1 s a step

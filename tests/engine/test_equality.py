@@ -80,6 +80,23 @@ class Drifting(nn.Module):
         return self.fc(x - self.mean)
 
 
+class Constant(nn.Module):
+    """Scales its inputs by numbers that no checkpoint keeps, and counts its calls, which are forgotten."""
+
+    scale: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("scale", torch.linspace(0.5, 2.0, FEATURES), persistent=False)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.calls * self.fc(x * self.scale)
+
+
 def seeded(make: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -191,6 +208,15 @@ def test_captured_equals_stacked_for_every_net(net: str) -> None:
     options = {"momentum": 0.9, "weight_decay": 0.1}
     one, other = (trained(Local, net, engine=engine, **options) for engine in ("stacked", "captured"))
     assert differ(one, other) < 1e-11
+
+
+def test_captured_steps_may_have_constants() -> None:
+    runs = []
+    for engine in ("stacked", "captured"):
+        method = FedAvg(seeded(Constant), lr=0.05, epochs=2, batch_size=8, engine=engine)
+        fit(method, blobs((16, 16)), rounds=1, limit_val_batches=0)
+        runs.append(method)
+    assert differ(*runs) < 1e-12
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fl_lightning.callbacks import FederatedCallback
 from fl_lightning.engine import Batch, WorkerEngine
+from fl_lightning.engine.workers import _Worker
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, Local, WAFFLe
 from fl_lightning.module import FederatedModule
@@ -112,6 +114,21 @@ def test_a_worker_that_dies_again_ends_the_run_with_its_name_and_a_resume_is_exa
     fit(resumed, blobs(), rounds=3, ckpt_path=str(tmp_path / "last.ckpt"))
     fit(whole, blobs(), rounds=3)
     assert largest_difference(weights(resumed), weights(whole)) == 0.0
+
+
+@pytest.mark.parametrize(("code", "says"), [(1, "could not start.*if __name__ == '__main__'"), (-9, "died twice")])
+@pytest.mark.filterwarnings("ignore:Worker 0")
+def test_a_worker_that_cannot_start_is_not_one_that_was_killed(code: int, says: str) -> None:
+    class Gone(_Worker):
+        def _launch(self) -> None:
+            self.connection, other = torch.multiprocessing.Pipe()
+            self.process = SimpleNamespace(pid=1, exitcode=code, join=lambda timeout: None)
+            other.close()
+
+    worker = Gone(0, ())
+    worker.begin(SimpleNamespace(clients=[0]))  # type: ignore[arg-type]
+    with pytest.raises(FederationError, match=says):
+        worker.results()
 
 
 class Broken(FedAvg):

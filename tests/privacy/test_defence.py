@@ -152,6 +152,7 @@ def test_bad_settings_are_refused() -> None:
         ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more"),
         ({"where": "cloud"}, "where must be central or local"),
         ({"delta": 2.0}, "delta must lie between 0 and 1"),
+        ({"accountant": "gdp"}, "accountant must be rdp or prv"),
     ):
         with pytest.raises(FederationError, match=sentence):
             DifferentialPrivacyCallback(**options)  # type: ignore[arg-type]

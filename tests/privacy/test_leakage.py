@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback, GradientLeakageCallback
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, Local, WAFFLe, WeightErosion
+from fl_lightning.methods import IFCA, SCAFFOLD, FedAvg, FedBPS, FedMA, FedPer, Local, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
-from fl_lightning.nets import MLP
-from fl_lightning.privacy.leakage import analytic, gradient_of, labels_of, small_update
+from fl_lightning.nets import MLP, LossNet
+from fl_lightning.privacy.leakage import Matching, analytic, gradient_of, labels_of, small_update
+from fl_lightning.privacy.pixels import Pixels
 from tests.privacy.test_inversion import SIDE, stripes
-from tests.support import blobs, fit, largest_difference, mlp, weights
+from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 
 
 def linear(bias: bool = True) -> MLP:
@@ -42,6 +43,28 @@ def test_a_linear_models_single_sample_is_exact() -> None:
     torch.testing.assert_close(found, x[0], rtol=1e-9, atol=1e-9)
     assert labels_of(method, gradient, 1).tolist() == y.tolist()  # type: ignore[union-attr]
     assert largest_difference(before, weights(method)) == 0.0
+
+
+@pytest.mark.parametrize(("kind", "options"), [(IFCA, {"clusters": 2}), (FedBPS, {"p": 0.0})])
+def test_a_client_that_chooses_a_model_or_sends_more_than_it_is_no_safer(
+    kind: type[FederatedModule], options: dict[str, Any], tmp_path: Path
+) -> None:
+    method, data = kind(linear(), lr=0.1, engine="stacked", **options), blobs()
+    callback = GradientLeakageCallback(["outsider"], steps=1, clients=1, folder=str(tmp_path))
+    fit(method, data, 1, callbacks=[callback])
+    assert callback.report is not None
+    (row,) = callback.report.select(variant="analytic")
+    assert (row["label_acc"], row["psnr"] > 100) == (1.0, True)
+
+
+def test_clients_of_fedma_are_attacked_after_a_test(tmp_path: Path) -> None:
+    method, data = FedMA(mlp(), lr=0.1, batch_size=8, engine="stacked"), blobs()
+    fit(method, data, 1).save_checkpoint(tmp_path / "run.ckpt")
+    callback = GradientLeakageCallback(["outsider"], steps=1, clients=1, folder=str(tmp_path))
+    again = FedMA(mlp(), lr=0.1, batch_size=8, engine="stacked")
+    trainer(callbacks=[callback]).test(again, datamodule=data, ckpt_path=str(tmp_path / "run.ckpt"), verbose=False)
+    assert callback.report is not None
+    assert callback.report.select(variant="analytic")
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -72,6 +95,35 @@ def test_without_a_bias_or_a_head_that_is_sent() -> None:
     fit(personal, blobs(), 1)
     received, sent, _ = small_update(personal, 0, torch.tensor([0]))
     assert labels_of(personal, gradient_of(personal, received, sent), 1) is None
+
+
+class Squared(LossNet):
+    """A net whose loss is not the cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = linear()
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch if isinstance(batch, tuple) else (batch, None)
+        scores = self.net(x).softmax(1)
+        return scores if y is None else (scores - (y[:, None] == torch.arange(4)).to(x)).square().sum(1).mean()
+
+
+def test_gradients_of_a_loss_of_the_nets_own_are_matched() -> None:
+    method, data = FedAvg(Squared(), lr=0.1, engine="stacked"), blobs()
+    fit(method, data, 1)
+    rows, pixels = data.federation.train[1][:2], Pixels.of(data.federation)
+    received, sent, _ = small_update(method, 1, rows)
+    _, distance = Matching(steps=1, variation=0.0)._descend(
+        method,
+        {**method.server_state(), **received},
+        gradient_of(method, received, sent),
+        data.federation.targets[rows],
+        pixels,
+        pixels.of_rows(rows).double(),
+    )
+    assert distance < 1e-9
 
 
 @pytest.mark.parametrize("kind", [FedAvg, SCAFFOLD, WAFFLe, Local])

@@ -57,7 +57,10 @@ def hash_tensors(*tensors: Tensor | None) -> str:
         if tensor is None:
             digest.update(b"none")
             continue
-        array = np.ascontiguousarray(tensor.detach().cpu().numpy())
+        plain = tensor.detach().cpu()
+        if plain.dtype == torch.bfloat16:  # which NumPy does not have
+            plain = plain.view(torch.int16)
+        array = np.ascontiguousarray(plain.numpy())
         digest.update(f"{array.dtype.str}{array.shape}".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
-from fl_lightning.datamodules.partitions.deal import check_clients, local_split
+from fl_lightning.datamodules.partitions.deal import check_clients, check_fraction, local_split
 from fl_lightning.errors import FederationError
 
 
@@ -36,6 +36,7 @@ class IID(PartitionScheme):
                 f"{pool.train_size} samples are too few for {self.clients} clients, which need one to train on and one "
                 f"to be tested on: use at most {max(1, pool.train_size // 2)} clients."
             )
+        check_fraction("test_fraction", self.test_fraction)
         rows = rng.permutation(pool.train_rows)
         cuts = np.arange(self.clients + 1) * pool.train_size // self.clients
         if self.train_samples is not None:
