@@ -231,6 +231,18 @@ def test_damaged_and_foreign_checkpoints(capsys: pytest.CaptureFixture[str]) -> 
         assert "not written by fl_lightning" in refused(capsys, *options, "foreign.ckpt")
 
 
+def test_a_checkpoint_does_not_replace_what_was_asked_for() -> None:
+    class Made(FederatedCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Only make the objects."""
+
+    net = {"class_path": "fl_lightning.nets.MLP", "init_args": {"hidden": [8]}}
+    torch.save({"hyper_parameters": {"_class_path": "fl_lightning.methods.FedAvg", "net": net, "lr": 0.5}}, "run.ckpt")
+    options = ["--config", QUICKSTART, *QUIET, "--ckpt_path=run.ckpt"]
+    made = Made(args=["fit", *options, "--model=FedProx", "--model.lr=0.3"]).model
+    assert (type(made), made.local.lr, made.net.head.in_features) == (methods.FedProx, 0.3, 64)  # type: ignore[union-attr]
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'fit'?" in refused(capsys, "fitt")
     assert "choose one of fit" in refused(capsys, "xyz")
