@@ -103,7 +103,10 @@ class FederatedCLI(LightningCLI):
         """Refuse to try what cannot be tried."""
         if subcommand != "fit" and self._get(self.config, "dry_run"):
             raise FederationError(f"--dry_run is an option of fit, not of {subcommand}.")
-        check_named(self._get(self.config, "ckpt_path"), goes_on=subcommand == "fit")
+        checkpoint = self._get(self.config, "ckpt_path")
+        check_named(checkpoint, goes_on=subcommand == "fit")
+        if subcommand != "fit" and checkpoint is None:
+            print("fl-lightning: no --ckpt_path was given, so this is a model that was never trained.", file=sys.stderr)
         super()._run_subcommand(subcommand)
 
 

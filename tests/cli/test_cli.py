@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch.cli import LightningCLI
 
 from fl_lightning import methods
 from fl_lightning.cli import main
@@ -17,9 +18,10 @@ from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.compare import experiments_of
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.cli.lists import LISTS
-from fl_lightning.cli.parsing import explain
+from fl_lightning.cli.parsing import explain, names
 from fl_lightning.cli.runs import find
 from fl_lightning.methods import FedAvg
+from fl_lightning.module import FederatedModule
 from fl_lightning.nets import NETS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -315,6 +317,19 @@ def test_a_checkpoint_does_not_replace_what_was_asked_for() -> None:
     options = ["--config", QUICKSTART, *QUIET, "--ckpt_path=run.ckpt"]
     made = Made(args=["fit", *options, "--model=FedProx", "--model.lr=0.3"]).model
     assert (type(made), made.local.lr, made.net.head.in_features) == (methods.FedProx, 0.3, 64)  # type: ignore[union-attr]
+
+
+def test_a_model_that_was_never_trained_is_evaluated_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LightningCLI, "_run_subcommand", lambda *_: None)
+    for options, said in (([], True), (["--ckpt_path=last.ckpt"], False)):
+        main(["test", "--config", QUICKSTART, *QUIET, *options])
+        assert ("never trained" in capsys.readouterr().err) is said
+
+
+def test_only_methods_are_offered_as_methods() -> None:
+    assert set(names(FederatedModule)) == set(methods.__all__)
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
