@@ -9,9 +9,11 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
+import torch
 import yaml
 
 from fl_lightning import methods
@@ -168,6 +170,15 @@ def draw() -> dict[str, object]:
     scope: dict[str, object] = {"__file__": str(ROOT / "docs" / "draw.py"), "__name__": "draw"}
     exec(compile((ROOT / "docs" / "draw.py").read_text(), "docs/draw.py", "exec"), scope)
     return scope
+
+
+def test_the_scheme_of_ones_own_is_whole() -> None:
+    page = (ROOT / "docs" / "partitions.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Halves" in code)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    partition = found["Halves"]()(torch.arange(40) % 10, seed=0, train_size=40)
+    assert [len(part[client]) for part in (partition.train, partition.test) for client in (0, 1)] == [10] * 4
 
 
 def test_readmes_table_is_that_of_the_results() -> None:

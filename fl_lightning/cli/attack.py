@@ -20,6 +20,7 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.callbacks.attacks import AttackCallback
 from fl_lightning.cli.lightning import FederatedCLI, check_named, given
+from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.views import VIEWS
 from fl_lightning.view import View
@@ -108,4 +109,7 @@ def make_attack(name: str, options: dict[str, Any]) -> AttackCallback:
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise FederationError(f"The {name} attack has no option {unknown[0]!r}: it has {', '.join(known)}.")
+    parser = FederatedArgumentParser()  # it knows the types
+    parser.add_class_arguments(kind, skip={"views"})
+    parser.parse_object({option: value for option, value in options.items() if option != "views"})
     return kind(**options)

@@ -10,6 +10,7 @@ import torch
 from fl_lightning.bench.measure import measure
 from fl_lightning.bench.workloads import WORKLOADS
 from fl_lightning.cli.parsing import FederatedArgumentParser
+from fl_lightning.errors import FederationError
 
 
 def build_parser() -> FederatedArgumentParser:
@@ -30,6 +31,9 @@ def build_parser() -> FederatedArgumentParser:
 def main(argv: list[str]) -> None:
     """Run the command; ``argv`` begins with its name."""
     options = build_parser().parse_args(argv[1:])
+    for option in ("repeats", "workers", "threads"):
+        if options[option] < 1:
+            raise FederationError(f"--{option} must be 1 or more, not {options[option]}.")
     torch.set_num_threads(options.threads)
     results = {}
     print(f"{'workload':<12}{'ratio':>7}{'steps/s':>10}{'plain':>10}{'validation':>12}  engine", file=sys.stderr)

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 import warnings
 from typing import NamedTuple
 
@@ -77,8 +78,6 @@ def usage() -> str:
 
 
 def _run(arguments: list[str]) -> None:
-    from fl_lightning.errors import FederationError
-
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning 2.6 with newer torch
     command = importlib.import_module(COMMANDS[arguments[0]].module)
     try:
@@ -89,15 +88,30 @@ def _run(arguments: list[str]) -> None:
         print(f"fl-lightning: {stop or 'Stopped.'}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        # A command that needs no Lightning does not wait for it.
-        fabric = sys.modules.get("lightning.fabric.utilities.exceptions")
-        expected = (FederationError, *([fabric.MisconfigurationException] if fabric else []))
-        cause: BaseException | None = error  # jsonargparse wraps what a constructor raises
-        while cause is not None and not isinstance(cause, expected):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None:
+        sentence = _sentence(error)
+        if sentence is None:
             raise
-        _refuse(" ".join(str(cause).split()))
+        _refuse(" ".join(sentence.split()))
+
+
+def _sentence(error: Exception) -> str | None:
+    """What the user can put right, or None where an error is none of that kind."""
+    from fl_lightning.errors import FederationError
+
+    # A command that needs no Lightning does not wait for it.
+    fabric = sys.modules.get("lightning.fabric.utilities.exceptions")
+    expected = (FederationError, *([fabric.MisconfigurationException] if fabric else []))
+    cause: BaseException | None = error  # jsonargparse wraps what a constructor raises
+    while cause is not None and not isinstance(cause, expected):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return str(cause)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be read or written: {error.strerror}."
+    # Lightning refuses some wrong names, of an accelerator or of a metric to monitor, with plain errors of its own.
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    own = last.f_globals.get("__name__", "").startswith("lightning.")
+    return str(error) if own and isinstance(error, ValueError | RuntimeError) else None
 
 
 def _refuse(sentence: str) -> None:

@@ -14,7 +14,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 import fl_lightning.methods
 import fl_lightning.optim  # noqa: F401
-from fl_lightning import persistence
 from fl_lightning.callbacks import RoundProgress, RunRecord
 from fl_lightning.cli.names import resolve
 from fl_lightning.cli.parsing import FederatedArgumentParser
@@ -49,10 +48,10 @@ class FederatedCLI(LightningCLI):
         )
 
     def _parse_ckpt_path(self) -> None:
-        """LightningCLI reads the method's settings from the checkpoint: a damaged one is refused here first."""
-        name = self.config.get("subcommand")
-        with persistence.readable(self.config[name].get("ckpt_path") if name else None):
-            super()._parse_ckpt_path()
+        """What was asked for stands: LightningCLI would put the settings in the checkpoint in its place, silently.
+
+        A method or a net that is not the checkpoint's is refused when it is read.
+        """
 
     def _set_seed(self) -> None:
         """Refuse what NumPy would not take."""
@@ -104,7 +103,10 @@ class FederatedCLI(LightningCLI):
         """Refuse to try what cannot be tried."""
         if subcommand != "fit" and self._get(self.config, "dry_run"):
             raise FederationError(f"--dry_run is an option of fit, not of {subcommand}.")
-        check_named(self._get(self.config, "ckpt_path"), goes_on=subcommand == "fit")
+        checkpoint = self._get(self.config, "ckpt_path")
+        check_named(checkpoint, goes_on=subcommand == "fit")
+        if subcommand != "fit" and checkpoint is None:
+            print("fl-lightning: no --ckpt_path was given, so this is a model that was never trained.", file=sys.stderr)
         super()._run_subcommand(subcommand)
 
 

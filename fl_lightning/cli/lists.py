@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from types import ModuleType
 
-from fl_lightning.cli.names import resolve
+from fl_lightning.errors import FederationError
 
 
 def exported(module: ModuleType, base: type) -> dict[str, type]:
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> None:
     if rest and rest[0] in ("-h", "--help"):
         print(f"usage: fl-lightning {name}\n\nLists all {name}, one line each.")
         return
-    resolve(rest)
+    if rest:
+        raise FederationError(f"fl-lightning {name} takes no options, and {rest[0]!r} was given.")
     found = LISTS[name]()
     width = max(map(len, found)) + 2
     for entry, line in found.items():

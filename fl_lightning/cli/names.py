@@ -8,6 +8,8 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+import yaml
+
 from fl_lightning.errors import FederationError
 
 #: Modules that ``--use`` has imported: their classes have short names too.
@@ -25,11 +27,11 @@ def resolve(arguments: list[str]) -> list[str]:
     while todo:
         word = todo.pop(0)
         option, equals, value = word.partition("=")
-        if option in ("--use", "--config") and not equals:
+        if option in ("--use", "--config", "-c") and not equals:
             value = todo.pop(0) if todo else ""
         if option == "--use":
             use(value)
-        elif option == "--config":
+        elif option in ("--config", "-c"):
             left += ["--config", _config(value)]
         else:
             left.append(word)
@@ -61,4 +63,24 @@ def packaged() -> dict[str, str]:
 
 
 def _config(value: str) -> str:
-    return value if Path(value).exists() else packaged().get(value.removesuffix(".yaml"), value)
+    if not value:
+        raise FederationError(
+            f"--config takes a YAML file, or the name of one of the library's: {', '.join(packaged())}."
+        )
+    if not Path(value).exists():
+        return packaged().get(value.removesuffix(".yaml"), value)
+    if Path(value).is_file():
+        _check(Path(value))
+    return value
+
+
+def _check(path: Path) -> None:
+    """Refuse a configuration that is not one, and say where."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise FederationError(f"{path} cannot be read as YAML{where}: {problem or error}.") from error
+    if not isinstance(found, dict):
+        raise FederationError(f"{path} holds no settings: fl-lightning fit --print_config shows what they look like.")

@@ -6,10 +6,13 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+from torch.optim import Optimizer
 
 from fl_lightning.cli.names import USED
 from fl_lightning.datamodules import FederatedDataModule
@@ -27,11 +30,17 @@ CHOICES: dict[str, tuple[str, type]] = {
     "omega": ("schedule", Schedule),
     "psi": ("schedule", Schedule),
 }
+#: The same where Lightning and PyTorch have classes too, which need not be listed.
+OTHERS: dict[str, tuple[str, type]] = {
+    "callbacks": ("callback", Callback),
+    "logger": ("logger", Logger),
+    "server_optimizer": ("optimizer", Optimizer),
+}
 _FRAME = re.compile(
-    r"^(- )?(Does not validate against|Subtypes:|Errors:|Given value|Expected a path but"
+    r"^(- ?)?($|Does not validate against|Subtypes:|Errors:|Given value|Expected a path but"
     r"|Expected a <class 'NoneType'>$)"
 )
-_KEY = re.compile(r"Parser key \"([\w.]+)\":?\s*")
+_KEY = re.compile(r"(?:Parser key \"([\w.]+)\"(?: element \d+)?|^--([\w.]+)\.help):?\s*")
 _CLASS = re.compile(r"Problem with given class_path '([\w.]+)':?\s*")
 
 
@@ -56,11 +65,11 @@ def explain(message: str, options: Iterable[str] = ()) -> str:
         >>> explain("Parser key \"lr\": Expected a <class 'float'>. Got value: abc")
         "lr: expected a value of type float, not 'abc'."
     """
-    option = ".".join(_KEY.findall(message))
+    option = ".".join(key or helped for key, helped in _KEY.findall(message))
     classes = [path.rpartition(".")[2] for path in _CLASS.findall(message)]
     lines = (_CLASS.sub("", _KEY.sub("", line.strip())).strip() for line in message.splitlines())
     reasons = [line.removeprefix("- ").rstrip(".") for line in lines if line and not _FRAME.match(line)]
-    reason = _plain(reasons[0] if reasons else " ".join(message.split()), option, classes)
+    reason = _wanted(reasons, message) or _plain(reasons[0] if reasons else " ".join(message.split()), option, classes)
     wrong = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", reason)
     reason += _nearest(wrong[1], options).rstrip(".") if wrong else ""
     if reason.endswith("?"):
@@ -73,17 +82,33 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
     kind = option.rpartition(".")[2]
     if unknown and kind in CHOICES:
         return _unknown(next(filter(None, unknown.groups())), *CHOICES[kind])
+    if unknown and kind in OTHERS:
+        name, (noun, base) = next(filter(None, unknown.groups())), OTHERS[kind]
+        near = _nearest(name, names(base, ("lightning.pytorch", "torch.optim")))
+        return f"there is no {noun} {name!r}{near or '; give the import path of its class'}"
     refused = re.search(r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)", reason)
     if refused:
-        every = [kind for _, base in CHOICES.values() for kind in known(base)]
+        every = [kind for _, base in (*CHOICES.values(), *OTHERS.values()) for kind in known(base)]
         kinds = [kind for kind in every if kind.__name__ in classes[-1:]] or every
-        hint = _nearest(refused[1], dict.fromkeys(name for kind in kinds for name in parameters(kind)))
+        options = dict.fromkeys(name for kind in kinds for name in parameters(kind))
+        options.pop(refused[1], None)  # another class has it
+        hint = _nearest(refused[1], options)
         return (f"{classes[-1]} has no option {refused[1]!r}" if classes else reason) + hint
-    among = re.search(r"Expected an? typing\.Literal\[(.*?)\]\. Got value: (.*)", reason)
-    if among:
-        return f"expected one of {among[1].replace(chr(39), '')}, not {among[2]!r}"
-    wanted = re.search(r"Expected an? <class '(\w+)'>\. Got value: (.*)", reason)
-    return f"expected a value of type {wanted[1]}, not {wanted[2]!r}" if wanted else reason
+    return reason
+
+
+def _wanted(reasons: Sequence[str], message: str) -> str:
+    """What was expected, all that there is to choose among, and what was given; nothing where that is not it."""
+    kinds = [re.match(r"Expected an? (?:typing\.Literal\[(.*?)\]|<class '([\w.]+)'>)", reason) for reason in reasons]
+    given = re.search(r"Got value: (.*)", reasons[0] if reasons else "") or re.search(r"Given value: (.*)", message)
+    if not kinds or kinds[0] is None or given is None:
+        return ""
+    told = dict.fromkeys(
+        f"one of {kind[1].replace(chr(39), '')}" if kind[1] else f"a value of type {kind[2].rpartition('.')[2]}"
+        for kind in kinds
+        if kind is not None
+    )
+    return f"expected {' or '.join(told)}, not {given[1].rstrip('.')!r}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -112,16 +137,16 @@ def parameters(kind: type) -> list[str]:
     return list(found)
 
 
-def names(base: type) -> list[str]:
-    """Short names of the public classes that derive from ``base``, the library's and those of ``--use``."""
-    return [kind.__name__ for kind in known(base)]
+def names(base: type, more: tuple[str, ...] = ()) -> list[str]:
+    """Short names of the public classes that derive from ``base``, the library's, those of ``--use`` and of more."""
+    return [kind.__name__ for kind in known(base, more)]
 
 
 def _modules() -> tuple[str, ...]:
     return ("fl_lightning", *USED)
 
 
-def known(base: type) -> list[type[Any]]:
+def known(base: type, more: tuple[str, ...] = ()) -> list[type[Any]]:
     """The public classes that derive from ``base`` and can be made."""
     found: set[type[Any]] = set()
     todo: list[type[Any]] = [base]
@@ -130,7 +155,8 @@ def known(base: type) -> list[type[Any]]:
             if kind not in found:
                 found.add(kind)
                 todo.append(kind)
-    public = (kind for kind in found if kind.__module__.startswith(_modules()) and not kind.__name__.startswith("_"))
+    modules = (*_modules(), *more)
+    public = (kind for kind in found if kind.__module__.startswith(modules) and not kind.__name__.startswith("_"))
     return sorted(
         (kind for kind in public if not getattr(kind, "__abstractmethods__", None)), key=lambda kind: kind.__name__
     )

@@ -26,6 +26,13 @@ REPEATED = ("seed",)
 NEEDED = {"metrics", "rounds", "seconds", "engine", "bytes", "curves", "clients", "modes"}
 
 
+class _Plain(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads what Lightning's logger wrote; a tuple or another object of Python's is None."""
+
+
+_Plain.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
 @dataclass(frozen=True)
 class Run:
     """A run: what it was, and what came out.
@@ -198,7 +205,12 @@ def _logged(folder: Path) -> Run:
 def _hparams(folder: Path) -> dict[str, Any]:
     """What Lightning's logger noted of a method's arguments, plain values only."""
     path = folder / "hparams.yaml"
-    found = yaml.safe_load(path.read_text()) if path.exists() else None
+    try:
+        found = yaml.load(path.read_text(), _Plain) if path.exists() else None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise FederationError(
+            f"{path} cannot be read: remove it, and the run is compared without its settings."
+        ) from error
     return {k: v for k, v in (found or {}).items() if v is None or isinstance(v, bool | int | float | str)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ EACH = "each."
 WEIGHTS, DISTANCES = "weights", "distances"
 
 
-class AgentsOfInterest(FederatedModule):
+class AgentsOfInterest(FederatedModule, ABC):
     """What Weight Erosion and WAFFLEAvg share: a model for one agent ("Alice"), or one for every agent in one run.
 
     A round trains all clients from the agent's model, measures d_i = ||y_i - y_agent|| over all trainable parameters in

@@ -86,6 +86,15 @@ def test_what_cannot_be_attacked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "There is no view 'spy': choose among outsider" in refused(capsys, *attack, *views)
 
 
+@pytest.mark.parametrize(("name", "option"), [("membership", "shadows"), ("inversion", "starts"), ("leakage", "steps")])
+def test_options_of_an_attack_have_types(name: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("many", 1.5):
+        with pytest.raises(SystemExit) as end:
+            attack.make_attack(name, {"views": ["server"], option: value})
+        assert end.value.code == 2
+        assert f"{option}: expected a value of type int, not '{value}'" in capsys.readouterr().err
+
+
 def test_a_lightning_that_knows_no_weights_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch.cli import LightningCLI
 
 from fl_lightning import methods
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.compare import experiments_of
 from fl_lightning.cli.lightning import FederatedCLI
+from fl_lightning.cli.lists import LISTS
+from fl_lightning.cli.parsing import explain, names
 from fl_lightning.cli.runs import find
 from fl_lightning.methods import FedAvg
+from fl_lightning.module import FederatedModule
 from fl_lightning.nets import NETS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -203,6 +207,7 @@ def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> No
         (["--trainer.gradient_clip_val", "1"], "use the method's clip_norm"),
         (["--ckpt_path", "nope.ckpt"], "There is no checkpoint nope.ckpt"),
         (["--ckpt_path", "best"], "--ckpt_path takes a file"),
+        (["--trainer.accelerator", "nope"], "invalid accelerator name: `accelerator='nope'`"),
         (["--seed_everything", "-1"], "seed_everything must lie between 0 and 4294967295, not at -1"),
         (["--seed_everything", "4294967296"], "seed_everything must lie between"),
         (["--data", "MNIST", "--data.root", "nowhere", "--data.download", "false"], "nowhere/MNIST/raw"),
@@ -212,6 +217,70 @@ def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytes
     assert sentence in refused(capsys, "fit", "--config", QUICKSTART, *QUIET, *argv)
 
 
+NO_UNION = "Does not validate against any of the Union subtypes\n  Errors:\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (
+            f"Parser key \"model\":\n  - {NO_UNION}    - Problem with given class_path 'nope.Class':\n"
+            "        No module named 'nope'",
+            "model: No module named 'nope'.",
+        ),
+        (
+            "Parser key \"seeds\" element 1:\n  Expected a <class 'int'>. Got value: none",
+            "seeds: expected a value of type int, not 'none'.",
+        ),
+        (
+            f"Parser key \"base\":\n  {NO_UNION}    - Expected a typing.Literal['A', 'B']\n"
+            "    - Expected a <class 'list'>\n  Given value type: <class 'str'>\n  Given value: Z",
+            "base: expected one of A, B or a value of type list, not 'Z'.",
+        ),
+        (
+            "Parser key \"hidden\":\n  Expected a <class 'collections.abc.Sequence'>. Got value: 3",
+            "hidden: expected a value of type Sequence, not '3'.",
+        ),
+        ("Option 'mu' is not accepted", "Option 'mu' is not accepted."),
+        ("Option 'grop' is not accepted", "Option 'grop' is not accepted; did you mean group?"),
+        (
+            'Parser key "trainer.callbacks":\n  Expected a dot import path string: FairnessCallbak',
+            "trainer.callbacks: there is no callback 'FairnessCallbak'; did you mean FairnessCallback?",
+        ),
+        (
+            'Parser key "trainer.callbacks":\n  Expected a dot import path string: EarlyStoping',
+            "trainer.callbacks: there is no callback 'EarlyStoping'; did you mean EarlyStopping?",
+        ),
+        (
+            'Parser key "server_optimizer":\n  Expected a dot import path string: Xyz',
+            "server_optimizer: there is no optimizer 'Xyz'; give the import path of its class.",
+        ),
+    ],
+)
+def test_reports_of_the_parser_become_one_sentence(message: str, sentence: str) -> None:
+    assert explain(message) == sentence
+
+
+def test_help_of_a_misspelt_name_names_the_one_that_was_meant() -> None:
+    said = explain("--model.help: Expected a dot import path string: FedProxx")
+    assert said.startswith("model: there is no method 'FedProxx'; did you mean FedProx?")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"model: [1, 2\n", "bad.yaml cannot be read as YAML, line 2, column 1: "),
+        (b"\xff\xfe\x00", "bad.yaml cannot be read as YAML: "),
+        (b"", "bad.yaml holds no settings"),
+        (b"- a\n", "bad.yaml holds no settings"),
+    ],
+)
+def test_damaged_configurations(content: bytes, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.yaml").write_bytes(content)
+    assert sentence in refused(capsys, "fit", "--config", "bad.yaml")
+    assert "--config takes a YAML file" in refused(capsys, "fit", "--config")
+
+
 def test_bad_input_of_other_commands_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("best", "last"):
         assert "--ckpt_path takes a file" in refused(capsys, "test", "--config", QUICKSTART, "--ckpt_path", name)
@@ -219,6 +288,13 @@ def test_bad_input_of_other_commands_is_one_sentence(capsys: pytest.CaptureFixtu
     for option in ("--jobs", "--rounds"):
         said = refused(capsys, "reproduce", "waffle_factor_journal/table2", option, "0")
         assert f"{option} must be 1 or more, not 0" in said
+    for option in ("--repeats", "--workers", "--threads"):
+        assert f"{option} must be 1 or more, not 0" in refused(capsys, "bench", option, "0")
+    for name in LISTS:
+        assert f"{name} takes no options" in refused(capsys, name, "--nope")
+    Path("file").write_text("")
+    said = refused(capsys, "partition", "--data=Digits", "--data.partition=IID", "--out=file")
+    assert "file cannot be read or written: File exists" in said
 
 
 def test_damaged_and_foreign_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +304,31 @@ def test_damaged_and_foreign_checkpoints(capsys: pytest.CaptureFixture[str]) -> 
         options = (command, "--config", QUICKSTART, *QUIET, "--ckpt_path")
         assert "cannot be read" in refused(capsys, *options, "bad.ckpt")
         assert "not written by fl_lightning" in refused(capsys, *options, "foreign.ckpt")
+
+
+def test_a_checkpoint_does_not_replace_what_was_asked_for() -> None:
+    class Made(FederatedCLI):
+        def _run_subcommand(self, subcommand: str) -> None:
+            """Only make the objects."""
+
+    net = {"class_path": "fl_lightning.nets.MLP", "init_args": {"hidden": [8]}}
+    torch.save({"hyper_parameters": {"_class_path": "fl_lightning.methods.FedAvg", "net": net, "lr": 0.5}}, "run.ckpt")
+    options = ["--config", QUICKSTART, *QUIET, "--ckpt_path=run.ckpt"]
+    made = Made(args=["fit", *options, "--model=FedProx", "--model.lr=0.3"]).model
+    assert (type(made), made.local.lr, made.net.head.in_features) == (methods.FedProx, 0.3, 64)  # type: ignore[union-attr]
+
+
+def test_a_model_that_was_never_trained_is_evaluated_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LightningCLI, "_run_subcommand", lambda *_: None)
+    for options, said in (([], True), (["--ckpt_path=last.ckpt"], False)):
+        main(["test", "--config", QUICKSTART, *QUIET, *options])
+        assert ("never trained" in capsys.readouterr().err) is said
+
+
+def test_only_methods_are_offered_as_methods() -> None:
+    assert set(names(FederatedModule)) == set(methods.__all__)
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,7 @@ def test_quiet_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_packaged_configurations_are_found_by_name_and_own_files_come_first() -> None:
     assert resolve(["fit", "--config", "quickstart"]) == ["fit", "--config", packaged()["quickstart"]]
+    assert resolve(["fit", "-c", "quickstart"]) == ["fit", "--config", packaged()["quickstart"]]
     assert resolve(["fit", "--config=quickstart.yaml"]) == ["fit", "--config", packaged()["quickstart"]]
     Path("quickstart").write_text("{}")
     assert resolve(["fit", "--config", "quickstart"]) == ["fit", "--config", "quickstart"]

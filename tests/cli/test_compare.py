@@ -219,6 +219,16 @@ def test_runs_with_tensorboards_events_alone(tmp_path: Path) -> None:
     assert "Learning-curves" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_settings_that_lightning_wrote_as_python_objects(tmp_path: Path) -> None:
+    (tmp_path / "events.out.tfevents.0.x").write_bytes(b"")
+    (tmp_path / "hparams.yaml").write_text("lr: 0.1\npersonal: !!python/tuple\n- head\n")
+    (run,) = find([str(tmp_path)])
+    assert run.settings == {"lr": 0.1, "personal": None}
+    (tmp_path / "hparams.yaml").write_text("lr: [")
+    with pytest.raises(FederationError, match=r"hparams.yaml cannot be read"):
+        find([str(tmp_path)])
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FederationError, match="There is no run in"):
         find([str(tmp_path)])
