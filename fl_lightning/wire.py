@@ -90,8 +90,9 @@ def message_weights(messages: Sequence[Message], weighting: Weighting) -> list[f
 def weighted_mean(messages: Sequence[Message], weights: Sequence[float], names: Iterable[str] | None = None) -> State:
     """Weighted mean of every entry, accumulated in float64 and returned at the entry's own precision.
 
-    Integer entries (BatchNorm's ``num_batches_tracked``) take the maximum. The sum runs in the order of the clients'
-    numbers, so the order in which clients finished does not matter.
+    Integer entries (BatchNorm's ``num_batches_tracked``) take the maximum. A mean of variances (``running_var``) that a
+    defence's noise took below 0 is 0: it has no root. The sum runs in the order of the clients' numbers, so the order in
+    which clients finished does not matter.
 
     Args:
         messages: at least one message; all carry the same names.
@@ -108,5 +109,7 @@ def weighted_mean(messages: Sequence[Message], weights: Sequence[float], names: 
         total = torch.zeros_like(first, dtype=torch.float64)
         for message, weight in pairs:
             total.add_(message.tensors[name], alpha=weight)
+        if name.endswith("running_var"):
+            total.clamp_(min=0)
         mean[name] = total.to(first.dtype)
     return mean

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback
 from fl_lightning.errors import FederationError
@@ -16,7 +17,7 @@ from fl_lightning.methods import QFFL, SCAFFOLD, FedAvg, FedGroup, FedPer, WAFFL
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.defence import central_std, change, clipped, epsilon, norm
 from fl_lightning.wire import Message, State, message_weights, weighted_mean
-from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, trainer, weights
 
 pytest.importorskip("opacus", reason="opacus is not installed: pip install '.[privacy]'")
 
@@ -210,3 +211,13 @@ def test_losses_under_noise() -> None:
     fit(method, blobs(), 3, callbacks=[DifferentialPrivacyCallback(1.0, 1.0, "local")])
     assert all(bool(value.isfinite().all()) for value in weights(method).values())
     assert largest_difference(weights(method), dict(mlp().double().state_dict())) > 1e-3
+
+
+@pytest.mark.parametrize("where", ["central", "local"])
+def test_variances_under_noise(where: Any) -> None:
+    """Noise takes means of running variances below 0, of which there is no root."""
+    net: Any = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+    method = FedAvg(net, lr=0.1, engine="stacked")
+    run = fit(method, blobs(), 3, callbacks=[DifferentialPrivacyCallback(1.0, 4.0, where)])
+    assert float(weights(method)["1.running_var"].min()) == 0
+    assert math.isfinite(run.callback_metrics["val/loss"])
