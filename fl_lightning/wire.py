@@ -91,8 +91,8 @@ def weighted_mean(messages: Sequence[Message], weights: Sequence[float], names: 
     """Weighted mean of every entry, accumulated in float64 and returned at the entry's own precision.
 
     Integer entries (BatchNorm's ``num_batches_tracked``) take the maximum. A mean of variances (``running_var``) that a
-    defence's noise took below 0 is 0: it has no root. The sum runs in the order of the clients' numbers, so the order in
-    which clients finished does not matter.
+    defence's noise took below 0 is 0, as it has no root. The sum runs in the order of the clients' numbers, so the
+    order in which clients finished does not matter.
 
     Args:
         messages: at least one message; all carry the same names.
