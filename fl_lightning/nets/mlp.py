@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_lightning.errors import FederationError
 from fl_lightning.nets.base import FedNet
 
 
@@ -33,6 +34,8 @@ class MLP(FedNet):
     ) -> None:
         super().__init__()
         widths = [in_features, *hidden]
+        if min(widths) < 1:
+            raise FederationError(f"Widths of a perceptron's layers must be 1 or more, not {min(widths)}.")
         self.depth = len(hidden)
         for i in range(self.depth):
             self.add_module(f"fc{i + 1}", nn.Linear(widths[i], widths[i + 1], bias=bias))

@@ -299,3 +299,9 @@ def test_distinct_shards_are_uniform_over_all_ways_to_deal_them() -> None:
     expected = 900 / 90
     chi2 = ((times - expected) ** 2 / expected).sum() + (90 - len(times)) * expected
     assert abs(chi2 - 89) < 5 * np.sqrt(2 * 89)
+
+
+def test_labels_may_be_a_tensor_an_array_or_a_list() -> None:
+    labels = torch.arange(200) % 10
+    parts = [ConceptShift(Unimodal(10))(given, 0) for given in (labels, labels.numpy(), labels.tolist())]
+    assert all(torch.equal(part.train.flat, parts[0].train.flat) for part in parts[1:])

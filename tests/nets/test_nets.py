@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
+from fl_lightning.errors import FederationError
 from fl_lightning.nets import (
     MLP,
     NETS,
@@ -183,3 +184,9 @@ def test_stacked_gradients_equal_one_by_one(name: str) -> None:
 
 def test_all_derive_from_the_base() -> None:
     assert all(issubclass(kind, FedNet) for kind in NETS.values())
+
+
+def test_a_perceptron_without_a_layer_to_go_through_is_refused() -> None:
+    for width in (0, -3):
+        with pytest.raises(FederationError, match=f"must be 1 or more, not {width}"):
+            MLP(hidden=[20, width])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fl_lightning.errors import FederationError
@@ -81,8 +81,9 @@ class Pool:
     users: NDArray[Any] | None = None
 
     @classmethod
-    def of(cls, labels: Tensor, train_size: int | None, users: Sequence[Any] | Tensor | None) -> Pool:
+    def of(cls, labels: Tensor | ArrayLike, train_size: int | None, users: Sequence[Any] | Tensor | None) -> Pool:
         """Check what a caller passed."""
+        labels = torch.as_tensor(labels)
         if labels.dim() != 1 or labels.is_floating_point() or len(labels) == 0:
             raise FederationError(
                 f"A partition needs a one-dimensional tensor of integer labels, not {labels.dtype} of shape "
@@ -130,7 +131,7 @@ class PartitionScheme(ABC):
 
     def __call__(
         self,
-        labels: Tensor,
+        labels: Tensor | ArrayLike,
         seed: int,
         *,
         train_size: int | None = None,
@@ -139,7 +140,8 @@ class PartitionScheme(ABC):
         """Deal the samples out.
 
         Args:
-            labels: class of every sample, integer, shape (n,): official training rows, then official test rows.
+            labels: class of every sample, integers of shape (n,), a tensor, an array or a list: official training rows,
+                then official test rows.
             seed: the run's seed.
             train_size: how many rows are official training rows; None means all.
             users: who wrote each sample, shape (n,), for schemes that go by user.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
@@ -34,7 +35,7 @@ class ConceptShift(PartitionScheme):
 
     def __call__(
         self,
-        labels: Tensor,
+        labels: Tensor | ArrayLike,
         seed: int,
         *,
         train_size: int | None = None,
@@ -42,7 +43,7 @@ class ConceptShift(PartitionScheme):
     ) -> Partition:
         """Deal the samples out as the wrapped partition does, then draw the permutations."""
         part = self.partition(labels, seed, train_size=train_size, users=users)
-        clients, classes = len(part), int(labels.max()) + 1
+        clients, classes = len(part), int(torch.as_tensor(labels).max()) + 1
         if not 0 <= self.agent < clients:
             raise FederationError(f"The agent of interest must be one of 0 to {clients - 1}, not {self.agent}.")
         if classes < 2:
