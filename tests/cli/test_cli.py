@@ -144,7 +144,7 @@ FULL = ("Local", "WAFFLEAvg", "WeightErosion")
 @pytest.mark.parametrize("name", methods.__all__)
 def test_every_method_is_fitted_tested_and_loaded(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     saver = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
-    options = ["--config", QUICKSTART, *QUIET, "--model", name, *NEEDED.get(name, [])]
+    options = ["--config", QUICKSTART, *QUIET, "--model", name, "--model.engine=stacked", *NEEDED.get(name, [])]
     main(["fit", *options, "--trainer.max_epochs=2", f"--trainer.callbacks={saver}"])
     main(["test", *options, "--ckpt_path", "saved/run.ckpt"])
     assert "test/acc" in capsys.readouterr().out

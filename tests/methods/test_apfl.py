@@ -50,7 +50,10 @@ def test_alpha_one_trains_local_models(engine: str) -> None:
 
 
 def test_alpha_zero_is_evaluated_as_fedavg() -> None:
-    one, other = APFL(mlp(), alpha=0.0, adaptive=False, **OPTIONS), FedAvg(mlp(), **OPTIONS)
+    one, other = (
+        APFL(mlp(), alpha=0.0, adaptive=False, engine="stacked", **OPTIONS),
+        FedAvg(mlp(), engine="stacked", **OPTIONS),
+    )
     for method in (one, other):
         fit(method, blobs(), rounds=3)
     assert torch.equal(one.evaluator.scores["val"], other.evaluator.scores["val"])
@@ -59,7 +62,7 @@ def test_alpha_zero_is_evaluated_as_fedavg() -> None:
 
 def test_one_round_by_hand() -> None:
     """w, v and alpha of one client, with plain autograd."""
-    data, method = blobs([20]), APFL(mlp(), alpha=0.4, **OPTIONS)
+    data, method = blobs([20]), APFL(mlp(), alpha=0.4, engine="stacked", **OPTIONS)
     w, v, alpha = copy.deepcopy(method.net).double(), copy.deepcopy(method.net).double(), 0.4
     fit(method, data, rounds=2)
     federation, index = data.federation, data.federation.train[0]
@@ -102,7 +105,7 @@ def test_clients_are_evaluated_with_the_mixing_weight_they_adapted() -> None:
 
 
 def test_alpha_moves_and_stays_between_0_and_1() -> None:
-    method = APFL(mlp(), alpha=0.5, lr=0.5, epochs=3, batch_size=8)
+    method = APFL(mlp(), alpha=0.5, lr=0.5, epochs=3, batch_size=8, engine="stacked")
     fit(method, blobs(), rounds=8)
     shares = [float(method.snapshots[c].private[ALPHA]) for c in range(4)]
     assert all(0 <= share <= 1 for share in shares)
@@ -111,7 +114,7 @@ def test_alpha_moves_and_stays_between_0_and_1() -> None:
 
 @pytest.mark.parametrize(("alpha", "lr"), [(0.05, 2.0), (0.95, 2.0)])
 def test_alpha_stops_at_its_bounds(alpha: float, lr: float) -> None:
-    method = APFL(mlp(), alpha=alpha, lr=lr, epochs=3, batch_size=8)
+    method = APFL(mlp(), alpha=alpha, lr=lr, epochs=3, batch_size=8, engine="stacked")
     fit(method, blobs(), rounds=8)
     shares = [float(method.snapshots[c].private[ALPHA]) for c in range(4)]
     assert any(share in (0.0, 1.0) for share in shares)
@@ -120,7 +123,7 @@ def test_alpha_stops_at_its_bounds(alpha: float, lr: float) -> None:
 
 def test_alpha_is_drawn_to_zero_by_alpha_reg() -> None:
     """In the first round v_i = w, so that nothing else moves it: a - lr alpha_reg a."""
-    method = APFL(mlp(), alpha=0.5, alpha_reg=0.2, **OPTIONS)
+    method = APFL(mlp(), alpha=0.5, alpha_reg=0.2, engine="stacked", **OPTIONS)
     fit(method, blobs(), rounds=1)
     assert float(method.snapshots[0].private[ALPHA]) == pytest.approx(0.5 - 0.1 * 0.2 * 0.5)
 
@@ -137,7 +140,7 @@ def test_running_statistics_are_those_of_w(buffers: Any) -> None:
 
 
 def test_never_sampled_clients_mix_the_initial_model() -> None:
-    method = APFL(mlp(), alpha=0.25, **OPTIONS)
+    method = APFL(mlp(), alpha=0.25, engine="stacked", **OPTIONS)
     initial = {name: value.clone().double() for name, value in method.net.state_dict().items()}
     method.cohort = lambda round: [0, 1]  # type: ignore[method-assign]
     fit(method, blobs())

@@ -15,7 +15,7 @@ from fl_lightning.engine import Batch
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import PFedMe
 from fl_lightning.nets import LeNetBN
-from fl_lightning.wire import State
+from fl_lightning.wire import Message, State
 from tests.engine.test_equality import IMAGE, differ, trained
 from tests.support import CLASSES, RAGGED, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
@@ -134,7 +134,7 @@ def test_theta_starts_from_w_in_every_round() -> None:
 
 
 def test_w_alone_crosses() -> None:
-    method, crossed = PFedMe(mlp(), lr=0.05), set()
+    method, crossed = PFedMe(mlp(), lr=0.05, engine="stacked"), set()
     method.on_client_start = lambda client, message: crossed.update(message)  # type: ignore[attr-defined]
     method.on_before_aggregate = lambda messages: crossed.update(*(m.tensors for m in messages))  # type: ignore[attr-defined]
     fit(method, blobs())
@@ -146,7 +146,7 @@ def test_w_alone_crosses() -> None:
 def test_evaluated_with_theta_and_if_never_sampled_with_w(buffers: Any) -> None:
     torch.manual_seed(0)
     data = blobs((16, 24, 9, 12), IMAGE)
-    method = PFedMe(LeNetBN(num_classes=CLASSES), lr=0.05, batch_size=8, buffers=buffers)
+    method = PFedMe(LeNetBN(num_classes=CLASSES), lr=0.05, batch_size=8, buffers=buffers, engine="stacked")
     method.cohort = lambda round: [0, 1]  # type: ignore[method-assign]
     fit(method, data, rounds=2)
     statistics = {name for name, _ in method.net.named_buffers()}
@@ -165,7 +165,8 @@ def test_evaluated_with_theta_and_if_never_sampled_with_w(buffers: Any) -> None:
 
 def test_running_statistics_of_the_server_are_the_clients_mean() -> None:
     torch.manual_seed(0)
-    method, sent = PFedMe(LeNetBN(num_classes=CLASSES), lr=0.05, batch_size=8, beta=0.0), []
+    method = PFedMe(LeNetBN(num_classes=CLASSES), lr=0.05, batch_size=8, beta=0.0, engine="stacked")
+    sent: list[Message] = []
     method.on_before_aggregate = sent.extend  # type: ignore[attr-defined]
     fit(method, blobs((16, 8), IMAGE), rounds=1)
     expected = (16 * sent[0].tensors["bn1.running_mean"] + 8 * sent[1].tensors["bn1.running_mean"]) / 24
