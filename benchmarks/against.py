@@ -1,6 +1,6 @@
 """Two checkouts against each other: ``python benchmarks/against.py OLD NEW [--methods ...] [--turns N]``.
 
-Each turn runs the same rounds of a method in a process of its own, first of one checkout and then of the other, pinned to
+Each turn runs the same rounds of a method in a process of its own, first of one checkout, then of the other, pinned to
 one core with one thread. What counts is the processor time of rounds with their evaluation, without start-up and the
 first round, and its best over the turns; only the ratio is printed.
 """
