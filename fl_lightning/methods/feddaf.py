@@ -57,7 +57,8 @@ class FedDAF(FederatedModule):
         adaptive: delete components that hardly anybody belongs to.
         cap: no client weighs more than this many times 1/K; None does not cap.
         add_norm: put normalisation layers into a net that has none.
-        feature_stats: describe clients by mean and deviation of features instead of normalisation layers.
+        feature_stats: describe clients by mean and deviation of features instead of normalisation layers; None does so
+            where the net has no normalisation layers, and ``add_norm`` adds none.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -76,10 +77,12 @@ class FedDAF(FederatedModule):
         adaptive: bool = True,
         cap: float | None = 5.0,
         add_norm: bool = False,
-        feature_stats: bool = False,
+        feature_stats: bool | None = None,
         **kwargs: Any,
     ) -> None:
         whole: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
+        if feature_stats is None:
+            feature_stats = not add_norm and not norm_layers(whole)
         _check_net(whole, add_norm, feature_stats)
         super().__init__(add_norms(whole) if add_norm else whole, **kwargs)  # type: ignore[arg-type]
         for name, value, least in (

@@ -49,7 +49,9 @@ class WAFFLe(FactorizedModule):
 
     Args:
         net: the network, dense or with factorised layers.
-        factors: number of factors of each layer to factorise, by name.
+        factors: number of factors of each layer to factorise, by name; None takes all dense and convolution layers but
+            the last dense one, and three fifths of the smaller side of their weights
+            (:func:`~fl_lightning.nets.factorized.default_factors`).
         alpha_ratio: concentration of the prior as a share of the number of factors, alpha / F.
         alpha: concentration by layer, in place of ``alpha_ratio``; more than 0.001, c's floor.
         temperature: of the relaxed Bernoulli samples.
@@ -64,6 +66,7 @@ class WAFFLe(FactorizedModule):
         adapt_epochs: passes over its data in which such a client fits pi, c and d.
         dictionary: evaluate clients with the server's ``current`` dictionary or with the last one each received.
         logit_bound: logits of pi are kept within plus and minus this.
+        epochs: passes over a client's data per round; ``alternate`` needs 2 or more.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``weighting`` is ``uniform`` unless given.
     """
 
@@ -78,16 +81,18 @@ class WAFFLe(FactorizedModule):
         temperature: float = 2 / 3,
         schedule: Schedule = "alternate",
         selection_epochs: int = 1,
-        vi_lr_mult: float = 100.0,
+        vi_lr_mult: float = 1000.0,
         kl_weight: float = 1.0,
         evaluation: Evaluation = "expected",
         never_sampled: NeverSampled = "adapt",
         adapt_epochs: int = 1,
         dictionary: Dictionary = "current",
         logit_bound: float = 8.0,
+        epochs: int = 5,
         **kwargs: Any,
     ) -> None:
-        super().__init__(net, never_sampled=never_sampled, adapt_epochs=adapt_epochs, dictionary=dictionary, **kwargs)
+        options = {"never_sampled": never_sampled, "adapt_epochs": adapt_epochs, "dictionary": dictionary}
+        super().__init__(net, epochs=epochs, **options, **kwargs)  # type: ignore[arg-type]
         for name, value in (("alpha_ratio", alpha_ratio), ("temperature", temperature), ("logit_bound", logit_bound)):
             if not value > 0:
                 raise FederationError(f"{name} must be greater than 0, not {value}.")
@@ -110,14 +115,15 @@ class WAFFLe(FactorizedModule):
             )
         self.temperature, self.selection_epochs, self.vi_lr_mult = temperature, selection_epochs, vi_lr_mult
         self.kl_weight, self.logit_bound = kl_weight, logit_bound
-        numbers = {layer: module.factors for layer, module in self.layers.items()} | (factors or {})
+        asked = self.asked_factors(factors)
+        numbers = {layer: module.factors for layer, module in self.layers.items()} | asked
         self.alpha = {layer: alpha_ratio * number for layer, number in numbers.items()} | (alpha or {})
         if self.alpha.keys() != numbers.keys() or not all(value > FLOOR for value in self.alpha.values()):
             raise FederationError(
                 f"alpha (alpha_ratio times the number of factors, unless given) must be greater than {FLOOR}, for "
                 f"factorised layers only, not {self.alpha}."
             )
-        self.factorise(factors, {layer: dist.expected_active(n, self.alpha[layer]) for layer, n in numbers.items()})
+        self.factorise(asked, {layer: dist.expected_active(n, self.alpha[layer]) for layer, n in numbers.items()})
 
     # client: the posterior
 

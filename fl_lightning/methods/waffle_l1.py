@@ -25,7 +25,7 @@ class WAFFLeL1(FactorizedModule):
 
     Args:
         net: the network, dense or with factorised layers.
-        factors: number of factors of each layer to factorise, by name.
+        factors: number of factors of each layer to factorise, by name; None as with WAFFLe.
         omega: weight of the L1 norm; the paper tries 0, 0.1, 1, 2 and 10.
         score_lr_mult: learning rate of the scores as a multiple of ``lr``; 0 leaves them at 1.
         never_sampled: a client that never trained is evaluated with all scores at 1 (``ones``), or first fits its
@@ -51,7 +51,7 @@ class WAFFLeL1(FactorizedModule):
             if not value >= 0:
                 raise FederationError(f"{name} must be 0 or more, not {value}.")
         self.omega, self.score_lr_mult, self.active_score = omega, score_lr_mult, active_score
-        self.factorise(factors, {})
+        self.factorise(self.asked_factors(factors), {})
 
     # client
 

@@ -77,7 +77,8 @@ class Case:
 
 
 ALL = ("average", "keep", "reset")
-FACTORS = {"factors": {"fc1": 6}}
+L1 = {"factors": {"fc1": 6}}
+FACTORS = {**L1, "vi_lr_mult": 100.0}
 CASES = [
     Case("FedAvg", "FedAvg", policies=ALL),
     Case("FedAvg-adam", "FedAvg", {"server_optimizer": partial(FedAdam, lr=0.05)}),
@@ -109,8 +110,8 @@ CASES = [
     Case("WAFFLe-joint", "WAFFLe", {**FACTORS, "schedule": "joint", "vi_lr_mult": 1.0, "never_sampled": "ones"}),
     Case("WAFFLe-prior", "WAFFLe", {**FACTORS, "never_sampled": "prior_mean", "evaluation": "threshold"}, ("mlp",)),
     Case("WAFFLe-cached", "WAFFLe", {**FACTORS, "dictionary": "cached", "evaluation": "sampled", "momentum": 0.5}),
-    Case("WAFFLeL1", "WAFFLeL1", {**FACTORS, "omega": 0.1}),
-    Case("WAFFLeL1-adapt", "WAFFLeL1", {**FACTORS, "omega": 0.1, "never_sampled": "adapt"}, ("mlp",)),
+    Case("WAFFLeL1", "WAFFLeL1", {**L1, "omega": 0.1}),
+    Case("WAFFLeL1-adapt", "WAFFLeL1", {**L1, "omega": 0.1, "never_sampled": "adapt"}, ("mlp",)),
     Case("FedBPS", "FedBPS", {"p": 0.3}, policies=ALL),
     Case("FedBPS-tensor", "FedBPS", {"p": 0.5, "ranking": "per_tensor", "curvature": "ggn"}, ("mlp",)),
     Case("FedBPS-hessian", "FedBPS", {"p": 0.5, "curvature": "hessian", "laplace_draws": 3}, ("mlp",)),

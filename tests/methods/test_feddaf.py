@@ -560,7 +560,10 @@ def test_weights_and_server_time_are_logged() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"net": mlp()}, "MLP has none: take a net that has some, such as LeNetBN, or set add_norm=True or feature_st"),
+        (
+            {"net": mlp(), "feature_stats": False},
+            "MLP has none: take a net that has some, such as LeNetBN, or set add_n",
+        ),
         ({"net": mlp(hidden=()), "add_norm": True}, "MLP has no layer to put normalisation after"),
         ({"net": mlp(hidden=()), "feature_stats": True}, "MLP has no hidden layer"),
         ({"add_norm": True, "feature_stats": True}, "set add_norm or feature_stats"),

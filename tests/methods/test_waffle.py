@@ -593,7 +593,7 @@ def test_a_store_on_disk_does_not_grow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"factors": None}, "needs to know which layers to factorise"),
+        ({"net": mlp(hidden=()), "factors": None}, "before the last dense one, of which MLP has none"),
         ({"factors": {"fc7": 3}}, "MLP has no layer 'fc7'"),
         ({"epochs": 1}, "set epochs to 2 or more, not 1, or schedule='joint'"),
         ({"selection_epochs": 3}, "between 1 and 2, one less than epochs=3, not at 3"),

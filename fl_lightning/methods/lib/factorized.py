@@ -19,7 +19,7 @@ from fl_lightning.federation import Federation
 from fl_lightning.methods.lib.adaptation import fit_entries, fitting
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.nets.factorized import FactorizedLayer, factorize, factorized_layers
+from fl_lightning.nets.factorized import FactorizedLayer, default_factors, factorize, factorized_layers
 from fl_lightning.parties import SANITY_CHECK, LocalData, Me, Reply
 from fl_lightning.snapshots import DiskSnapshotStore
 from fl_lightning.wire import Message, State, Weighting, prefixed, without
@@ -73,20 +73,24 @@ class FactorizedModule(FederatedModule, ABC):
         #: How many factors have been trained; those that were added since count for nobody yet.
         self.known: dict[str, int] = {}
 
-    def factorise(self, factors: Mapping[str, int] | None, effective: Mapping[str, float]) -> None:
-        """Factorise the named layers of the net, beside those that are factorised already.
+    def asked_factors(self, factors: dict[str, int] | None) -> dict[str, int]:
+        """Numbers of factors by layer as asked for; of a dense net, where nothing is asked, the default ones."""
+        return default_factors(self.net) if not factors and not self.layers else dict(factors or {})
+
+    def factorise(self, factors: Mapping[str, int], effective: Mapping[str, float]) -> None:
+        """Factorise the named layers of the net, besides those that are factorised already.
 
         Args:
-            factors: number of factors by layer; None or empty if the net came factorised.
+            factors: number of factors by layer; empty if the net came factorised.
             effective: how many of a layer's factors are active on average, for their initial scale; else all.
         """
         rng = seeding.stream(self.seed, "factors")
-        self.net = factorize(self.net, factors or {}, effective, _generator(rng))
+        self.net = factorize(self.net, factors, effective, _generator(rng))
         self._note_factors()
         if not self.factors:
             raise FederationError(
-                f"{type(self).__name__} needs to know which layers to factorise, and into how many factors: "
-                "pass for example factors={'fc1': 120}."
+                f"{type(self).__name__} factorises dense and convolution layers before the last dense one, of which "
+                f"{type(self.net).__name__} has none: use another net, or name layers, such as factors={{'head': 6}}."
             )
 
     # client: what a method says
