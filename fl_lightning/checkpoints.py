@@ -75,8 +75,8 @@ class CheckedCheckpointIO(_WrappingCheckpointIO):
             super().save_checkpoint(checkpoint, path, *args, **kwargs)
         except OSError as error:
             raise FederationError(
-                f"The checkpoint {path} cannot be written ({error.strerror or error}): make room or let ModelCheckpoint "
-                "write to another folder; checkpoints that were written before are intact."
+                f"The checkpoint {path} cannot be written ({error.strerror or error}): make room or let "
+                "ModelCheckpoint write to another folder; checkpoints that were written before are intact."
             ) from error
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def test_a_fit_falls_back_to_the_newest_good_one_and_says_so(name: str, folder: 
     whole = run(tmp_path / "whole", 5)
     for damaged in {"last.ckpt", "epoch=2.ckpt"}:
         (folder / damaged).write_bytes((folder / damaged).read_bytes()[:999])
+    method = FedAvg(mlp(), lr=0.1, engine="stacked")
     with pytest.warns(UserWarning, match=rf"{name} cannot be read.*goes on from .*epoch=1\.ckpt, the newest good one"):
-        method = FedAvg(mlp(), lr=0.1, engine="stacked")
         trainer(5).fit(method, datamodule=blobs(), ckpt_path=str(folder / name))
     assert largest_difference(weights(method), weights(whole)) == 0.0
     with pytest.raises(FederationError, match="cannot be read"):  # an evaluation is of what was asked for

@@ -97,6 +97,7 @@ def test_what_was_not(message: Any, says: str) -> None:
         (10**9000, "it says far too many samples"),
         (-(10**9000), "it says far too many samples"),
     ],
+    ids=lambda value: type(value).__name__,
 )
 def test_samples(samples: Any, says: str) -> None:
     found = check_message(WANTED, GOOD, samples, 7)
