@@ -103,7 +103,8 @@ def run(method: FederatedModule, folder: Path, *callbacks: Any, ckpt_path: str |
     saver = FederatedCheckpoint(dirpath=folder, enable_version_counter=False)
     every = [*callbacks, RunRecord(str(folder)), SignalsCallback(), saver]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*the run ends with its last complete stage.*|.*exists and is not empty.*")
+        for said in ("the run ends with its last complete stage", "exists and is not empty"):
+            warnings.filterwarnings("ignore", message=f".*{said}.*")
         fit(method, blobs(fraction=0.75), ROUNDS, ckpt_path, enable_checkpointing=True, callbacks=every, **kwargs)
 
 

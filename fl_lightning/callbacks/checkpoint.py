@@ -7,15 +7,19 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from fl_lightning.ranks import RankError
 from fl_lightning.signals import STOPS, alone
+
+#: The exceptions that are raised where nothing is half done.
+WHOLE = (*STOPS, RankError)
 
 
 class FederatedCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint whose ``last.ckpt`` always is the last round, also where the best one is an earlier.
 
     With Lightning's own, ``last.ckpt`` is the last checkpoint that was saved: the best round, where one is monitored.
-    When a signal ends the run ``last.ckpt`` has the stages that were complete by then. A run without validation has
-    ``last.ckpt`` alone.
+    When a signal or the loss of a process ends the run ``last.ckpt`` has the stages that were complete by then. A run
+    without validation has ``last.ckpt`` alone.
 
     Args:
         monitor: the metric that decides which round is the best.
@@ -36,9 +40,9 @@ class FederatedCheckpoint(ModelCheckpoint):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save what is complete when a signal ends the run; the other processes may be gone."""
+        """Save what is complete when a signal or a lost process ends the run; others may be gone."""
         super().on_exception(trainer, pl_module, exception)
-        if not isinstance(exception, STOPS) or trainer.fast_dev_run or trainer.state.fn != "fit":  # type: ignore[attr-defined]
+        if not isinstance(exception, WHOLE) or trainer.fast_dev_run or trainer.state.fn != "fit":  # type: ignore[attr-defined]
             return
         with alone(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
