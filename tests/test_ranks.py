@@ -84,7 +84,7 @@ def test_a_rank_that_dies_or_hangs_is_named(what: str, tmp_path: Path) -> None:
     script.write_text(WAITS)
     runs = [started(str(script), str(rank), what, str(tmp_path / "meeting")) for rank in range(3)]
     try:
-        said = [run.communicate(timeout=120)[0] for run in runs[:2]]
+        said = [run.communicate(timeout=240)[0] for run in runs[:2]]
         assert [run.returncode for run in runs[:2]] == [7, 7]
         assert said[0].startswith("Ranks 2 of the run have ended or did not answer for 2 seconds")
         assert "of the run have ended or did not answer" in said[1]

@@ -20,6 +20,7 @@ from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
+from fl_lightning.process import wanted
 
 #: The largest seed.
 SEEDS = 2**32 - 1
@@ -135,7 +136,7 @@ def given(argv: list[str], arguments: list[str]) -> list[str] | None:
         argv: the command with all of its arguments.
         arguments: those of them that LightningCLI is to see.
     """
-    own, arguments = argv == sys.argv[1:], resolve(arguments)
+    own, arguments = argv == sys.argv[1:] and wanted("argv"), resolve(arguments)
     if own:
         sys.argv[1:] = arguments
     return None if own else arguments
