@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ class RankError(FederationError):
 
 
 #: The group by which processes wait for each other, made once for the run that it belongs to.
-_group: list[tuple[object, object]] = []
+_group: list[tuple[Any, Any]] = []
 
 
 def meet(seconds: float | None = None) -> None:
@@ -41,7 +42,7 @@ def meet(seconds: float | None = None) -> None:
         raise RankError(_sentence(str(error), limit)) from error
 
 
-def _gloo() -> object:
+def _gloo() -> Any:
     """A group of the processes that can be monitored, whatever the tensors cross by."""
     world = dist.group.WORLD
     if not _group or _group[0][0] is not world:
