@@ -1,8 +1,8 @@
 """Two checkouts against each other: ``python benchmarks/against.py OLD NEW [--methods ...] [--turns N]``.
 
-Each turn runs the same rounds of a method in a process of its own, first of one checkout, then of the other, pinned to
-one core with one thread. What counts is the processor time of rounds with their evaluation, without start-up and the
-first round, and its best over the turns; only the ratio is printed.
+Each turn runs rounds of a method in a process of its own, first of one checkout, then of the other, pinned to one core
+with one thread. All rounds train and evaluate the same clients, so that the round that took least processor time, over
+all rounds but the first and over all turns, is the one least disturbed; the ratio of these is printed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Clock(Callback):
     def on_validation_end(self, trainer, module): self.times.append(time.process_time())
 settings = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
     enable_model_summary=False, num_sanity_val_steps=0, max_epochs=rounds, callbacks=[Clock()])
-Trainer(**settings).fit(method, images((1, 28, 28), clients=40, sizes=(30, 60), fraction=0.25))
-print(Clock.times[-1] - Clock.times[0])
+Trainer(**settings).fit(method, images((1, 28, 28), clients=10, sizes=(40, 80), fraction=1.0))
+print(min(b - a for a, b in zip(Clock.times, Clock.times[1:])))
 """
 METHODS = ["FedAvg", "FedProx", "SCAFFOLD", "PFedMe", "APFL", "FedPer", "QFFL", "WAFFLe", "WAFFLeL1", "FedBPS", "IFCA"]
 METHODS += ["FeSEM", "FedGroup", "FedCluster", "WeightErosion", "WAFFLEAvg", "FedMA", "FedDAF", "FedGN", "Local"]
 
 
 def seconds(root: str, method: str, rounds: int) -> float:
-    """Processor time of one run in a process of its own."""
+    """Processor time of the fastest round of a run in a process of its own."""
     command = ["taskset", "-c", "0", sys.executable, "-c", CODE, method, str(rounds)]
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
@@ -51,8 +51,8 @@ if __name__ == "__main__":
     parser.add_argument("old")
     parser.add_argument("new")
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=25)
     asked = parser.parse_args()
     for name in asked.methods:
         pairs = [[seconds(root, name, asked.rounds) for root in (asked.old, asked.new)] for _ in range(asked.turns)]

@@ -7,24 +7,24 @@ stopping and loggers of a stock ``Trainer`` count rounds.
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import astuple, dataclass, replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from fl_lightning import signals
 from fl_lightning.errors import FederationError
+from fl_lightning.message_checks import Layout, check_message, layout_of
 from fl_lightning.parties import Returned, Stage
-from fl_lightning.wire import Message, State, is_finite, nbytes
+from fl_lightning.wire import Message, State, nbytes
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
+#: The reason to leave out an update that is not finite, or ends a sentence that says so.
+NOT_FINITE = "is not finite"
 #: Clients and local steps of a round under ``Trainer(fast_dev_run=True)``.
 DEV_CLIENTS, DEV_STEPS = 2, 2
 
@@ -123,6 +123,7 @@ class FederatedLoop:
         """Train a stage's clients and commit what the server makes of their messages, which are returned."""
         module, began = self.module, time.perf_counter()
         module.stage = stage
+        signals.check()
         sent = self._send(stage)
         returned: list[Returned] = []
         steps = DEV_STEPS if self.trainer.fast_dev_run else None
@@ -133,7 +134,7 @@ class FederatedLoop:
         for one in returned:
             self._hook("on_message_up", one.message.client, one.message)
         tally = Tally(up=sum(one.message.nbytes for one in returned), down=sum(map(nbytes, sent.values())))
-        kept = self._finite(returned, stage.needed or (last and not module.tally.trained))
+        kept = self._accepted(returned, stage.needed or (last and not module.tally.trained))
         if kept:
             self._hook("on_before_aggregate", kept)
         tally = replace(tally, clients_seconds=time.perf_counter() - began)
@@ -151,32 +152,55 @@ class FederatedLoop:
             self._hook("on_client_start", number, sent[number])
         return sent
 
-    def _finite(self, returned: list[Returned], needed: bool) -> list[Message]:
-        """Leave out clients whose update, sent or kept, is not finite; their snapshots stay as they were.
+    def _accepted(self, returned: list[Returned], needed: bool) -> list[Message]:
+        """Leave out clients whose update is not what was asked for; their snapshots stay as they were.
 
         Args:
             returned: what the clients returned.
             needed: whether somebody must be left.
         """
-        finite = [one.message for one in returned if one.sound and is_finite(one.message.tensors)]
-        bad = sorted({one.message.client for one in returned} - {message.client for message in finite})
-        if bad:
-            named = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
-            if needed and not finite:
-                raise FederationError(
-                    f"In round {self.trainer.current_epoch} the updates of all {len(bad)} clients ({named}) are not "
-                    "finite: lower the learning rate or set clip_norm; the last checkpoint is intact."
-                )
-            rank_zero_warn(
-                f"Round {self.trainer.current_epoch}: left out clients {named}, whose updates are not finite."
+        module, expected = self.module, self._expected(returned)
+        wrong: dict[int, str] = {}
+        for one in returned:
+            number, introduced = one.message.client, module.roster[module.client_of(one.message.client)].samples
+            found = check_message(expected, one.message.tensors, one.message.samples, introduced)
+            if found is not None or not one.sound:
+                wrong[number] = found or NOT_FINITE
+        accepted = [one.message for one in returned if one.message.client not in wrong]
+        self._name(wrong, needed and not accepted)
+        return accepted
+
+    def _expected(self, returned: list[Returned]) -> Layout:
+        """Names, shapes and types that most messages have; entries of the net have those of the server's."""
+        layouts = [layout_of(one.message.tensors) for one in returned]
+        counted = Counter(tuple(sorted((name, *entry) for name, entry in layout.items())) for layout in layouts)
+        ((common, _),) = counted.most_common(1)
+        own = layout_of(self.module.server_state())
+        return {name: own.get(name, (shape, dtype)) for name, shape, dtype in common}
+
+    def _name(self, wrong: dict[int, str], lost: bool) -> None:
+        """Warn of clients that are left out, or end the run where nobody is left."""
+        round = self.trainer.current_epoch
+        unsound = sorted(number for number, reason in wrong.items() if reason.endswith(NOT_FINITE))
+        named = ", ".join(map(str, unsound[:10])) + (" and others" if len(unsound) > 10 else "")
+        strange = [f"client {number}: {reason}" for number, reason in sorted(wrong.items()) if number not in unsound]
+        if lost and unsound and not strange:
+            raise FederationError(
+                f"In round {round} the updates of all {len(unsound)} clients ({named}) are not "
+                "finite: lower the learning rate or set clip_norm; the last checkpoint is intact."
             )
-        return finite
+        if lost:
+            raise FederationError(f"In round {round} no client sent what was asked for ({'; '.join(strange[:3])}).")
+        if unsound:
+            rank_zero_warn(f"Round {round}: left out clients {named}, whose updates are not finite.")
+        if strange:
+            rank_zero_warn(f"Round {round}: left out {'; '.join(strange[:10])}.")
 
     def _commit(self, stage: Stage, messages: list[Message], tally: Tally, last: bool) -> None:
         """Step the server and keep the clients' snapshots, all at once."""
         module, began, round = self.module, time.perf_counter(), self.trainer.current_epoch
         absorb = module.aggregate if stage.absorb is None else stage.absorb
-        with _interrupts_held():
+        with signals.held():
             if messages:
                 module.server_step(absorb(messages))
             server_seconds = time.perf_counter() - began
@@ -199,19 +223,3 @@ class FederatedLoop:
         function = getattr(self.module, name, None)
         if callable(function):
             function(*args)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is over, so that no checkpoint sees half of it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[tuple[int, FrameType | None]] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held and callable(handler):
-            handler(*held[0])

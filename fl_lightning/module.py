@@ -25,6 +25,7 @@ from fl_lightning.model import BufferPolicy
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Introduction, Setting, Stage
 from fl_lightning.progress import federated_progress_bar
+from fl_lightning.signals import SignalsCallback
 from fl_lightning.simulation import RankedClients, SimulatedClients
 from fl_lightning.snapshots import DiskSnapshotStore, SnapshotStore
 from fl_lightning.wire import State, Weighting
@@ -186,7 +187,7 @@ class FederatedModule(ClientSide, AdversarySide, LightningModule):
         persistence.watch(self.trainer)
         bar = self.trainer.progress_bar_callback
         ours = federated_progress_bar(bar) if bar is not None else None
-        return [] if ours is None else [ours]
+        return [SignalsCallback(), *([] if ours is None else [ours])]
 
     def setup(self, stage: str) -> None:
         """Check net and data, and let the clients introduce themselves."""

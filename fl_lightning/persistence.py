@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from fl_lightning.checkpoints import readable as readable
+from fl_lightning.checkpoints import watch as watch
 from fl_lightning.errors import FederationError
 from fl_lightning.loop import Tally
 from fl_lightning.nets import FedNet
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 KEY = "fl_lightning"
 VERSION = 1
+#: Settings that a run may go on with other values of: they change how it is computed, not what.
+FREE = ("engine", "workers", "clients_per_stack", "store", "seed", "net")
 
 
 def note_hyperparameters(module: FederatedModule, net: nn.Module | dict[str, Any]) -> None:
@@ -44,6 +45,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "method": type(module).__name__,
         "seed": module.seed,
         "data": getattr(data, "fingerprint", None),
+        "sampled": getattr(data, "fraction", None),
         "optimizer": next((type(one).__name__ for one in getattr(module._trainer, "optimizers", ())), None),
         "engine": module.engine.choice,
         "clients": module.snapshots.state_dict(),
@@ -59,6 +61,18 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
 
 def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     """Restore the federated part of a checkpoint, or say in a sentence why it does not fit."""
+    try:
+        _load(module, checkpoint)
+    except FederationError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FederationError(
+            f"The checkpoint lacks what fl_lightning keeps of a run, or has it in another form "
+            f"({type(error).__name__}: {error}): use one that was not changed."
+        ) from error
+
+
+def _load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     saved = checkpoint.get(KEY)
     if not isinstance(saved, dict):
         raise FederationError("The checkpoint was not written by fl_lightning: it holds no clients.")
@@ -71,6 +85,7 @@ def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     _check_entries(module, checkpoint["state_dict"])
     if module._trainer is not None:
         _check_run(module, module._trainer, saved)
+        _tell_changes(module, module._trainer, checkpoint)
     if saved["engine"] is not None:
         module.engine.settle(saved["engine"])
     module.snapshots.load_state_dict(saved["clients"])
@@ -92,9 +107,13 @@ def _check_entries(module: FederatedModule, saved: dict[str, torch.Tensor]) -> N
         module.double()  # the Trainer would do so only after the weights are read, and they would lose digits
 
 
+def _fits(trainer: Trainer) -> bool:
+    return bool(trainer.training) or trainer.state.fn == "fit"
+
+
 def _check_run(module: FederatedModule, trainer: Trainer, saved: dict[str, Any]) -> None:
     """A run is continued only with its own seed, data and server optimizer; a model may be evaluated with others."""
-    if not trainer.training and trainer.state.fn != "fit":
+    if not _fits(trainer):
         return
     if saved["seed"] != module.seed:
         raise FederationError(
@@ -116,38 +135,36 @@ def _check_run(module: FederatedModule, trainer: Trainer, saved: dict[str, Any])
         )
 
 
-class CheckedCheckpointIO(_WrappingCheckpointIO):
-    """Reads checkpoints as the wrapped plugin does, and says in a sentence what is wrong with one it cannot read."""
-
-    def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load as the wrapped plugin does."""
-        with readable(path):
-            return super().load_checkpoint(path, *args, **kwargs)
-
-
-@contextmanager
-def readable(path: Any, method: str = "method") -> Iterator[None]:
-    """Turn whatever reading a damaged or missing checkpoint raises into a sentence."""
-    try:
-        yield
-    except FederationError:
-        raise
-    except FileNotFoundError as error:
-        raise FederationError(f"There is no checkpoint {path}.") from error
-    except Exception as error:
-        if "required positional argument: 'net'" in str(error):
-            raise FederationError(
-                f"The checkpoint {path} does not say how its net is made, as it is not a FedNet: "
-                f"pass the net again: {method}.load_from_checkpoint(path, net=...)."
-            ) from error
-        raise FederationError(
-            f"The checkpoint {path} cannot be read, it is damaged or not a checkpoint ({type(error).__name__}): "
-            "use an earlier one."
-        ) from error
+def _tell_changes(module: FederatedModule, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Name the settings that differ from those of the run that is continued, in one warning."""
+    if not _fits(trainer):
+        return
+    saved, now = dict(checkpoint.get("hyper_parameters") or {}), dict(module.hparams)
+    if checkpoint[KEY].get("sampled") is not None:
+        saved["fraction"], now["fraction"] = checkpoint[KEY]["sampled"], getattr(_data(trainer), "fraction", None)
+    names = [name for name in now if name in saved and name not in FREE and not name.startswith("_")]
+    pairs = {name: (_text(now[name]), _text(saved[name])) for name in names}
+    changed = [f"{name} {new} (was {old})" for name, (new, old) in pairs.items() if new != old and " at 0x" not in new]
+    changed += _other_steps(module, checkpoint)
+    if changed:
+        rank_zero_warn(f"The run goes on with other settings than those of its checkpoint: {', '.join(changed)}.")
 
 
-def watch(trainer: Trainer) -> None:
-    """Let the Trainer's strategy read checkpoints through :class:`CheckedCheckpointIO`."""
-    strategy = trainer.strategy
-    if not isinstance(strategy.checkpoint_io, CheckedCheckpointIO):
-        strategy.checkpoint_io = CheckedCheckpointIO(strategy.checkpoint_io)
+def _other_steps(module: FederatedModule, checkpoint: dict[str, Any]) -> list[str]:
+    """Arguments of the server's optimizer that differ; those in the checkpoint hold, since Lightning restores them."""
+    optimizer, states = module.configure_optimizers(), checkpoint.get("optimizer_states")
+    if not isinstance(optimizer, Optimizer) or not states:
+        return []
+    now, saved = optimizer.param_groups[0], states[0]["param_groups"][0]
+    pairs = {name: (now[name], saved[name]) for name in saved if name != "params" and name in now}
+    differ = {name: pair for name, pair in pairs.items() if _text(pair[0]) != _text(pair[1])}
+    return [f"server_optimizer {name} {new}, which does not hold ({old})" for name, (new, old) in differ.items()]
+
+
+def _data(trainer: Trainer) -> Any:
+    return getattr(trainer, "datamodule", None)
+
+
+def _text(value: Any) -> str:
+    """A setting as a text in which a list and a tuple of the same are the same."""
+    return str(list(value) if isinstance(value, tuple) else value)

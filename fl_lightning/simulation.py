@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fl_lightning import ranks
 from fl_lightning.engine import Job
 from fl_lightning.evaluation import ClientOutput, Personal, Scorer, summed
 from fl_lightning.exchange import Scores, Trained, in_stacks, train_clients
@@ -189,6 +190,7 @@ class RankedClients(SimulatedClients):
 
     def gather(self, returned: list[Returned]) -> list[Returned]:
         """What the clients of all ranks returned; every rank then does the same."""
+        ranks.meet()
         parts: list[Any] = [None] * self.method.trainer.world_size
         # Entries may be views of a stack of clients, which would be sent whole with each of them.
         own = [

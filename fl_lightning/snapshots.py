@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import FederationError
+from fl_lightning.scratch import reserve
 from fl_lightning.wire import State
 
 
@@ -168,8 +169,7 @@ class DiskSnapshotStore(SnapshotStore):
         if table is None:
             path.unlink(missing_ok=True)
         begun = path.exists()
-        with path.open("ab") as file:  # lengthened here: torch would overwrite the beginning
-            file.truncate(rows * value.numel() * value.element_size())
+        reserve(path, rows * value.numel() * value.element_size())  # here: torch would overwrite the beginning
         flat = torch.from_file(str(path), shared=True, size=rows * value.numel(), dtype=value.dtype)
         grown = flat.view(rows, *value.shape)
         if table is not None and not begun:  # it lies in the folder of the process that this one was forked from

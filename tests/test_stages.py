@@ -112,7 +112,9 @@ def test_a_checkpoint_written_between_stages_is_resumed_there(hook: str, times: 
     folder = tmp_path / "part"
     stopped(make(Halves), folder, OnExceptionCheckpoint(folder, "stop"), Stop(hook, times, act))
     saved = torch.load(folder / "stop.ckpt", weights_only=True)["fl_lightning"]
-    assert (saved["rounds"], saved["stages"]) == (0, {3: 0, 2: 1, 6: 2}[times])
+    # Ctrl-C acts between local steps: clients that have trained are aggregated before the run ends.
+    stages = {3: 0, 2: 1, 6: 2} if act is fail else {3: 1, 2: 2, 6: 2}
+    assert (saved["rounds"], saved["stages"]) == (0, stages[times])
     again = make(Halves)
     run(again, folder, ckpt_path=str(folder / "stop.ckpt"))
     assert_same(state_of(again), state_of(whole))

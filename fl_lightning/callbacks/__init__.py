@@ -3,6 +3,7 @@
 from fl_lightning.callbacks.agents import AgentWeightsCallback
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.bias import ParameterBiasCallback
+from fl_lightning.callbacks.checkpoint import FederatedCheckpoint
 from fl_lightning.callbacks.clusters import ClustersCallback
 from fl_lightning.callbacks.dashboard import Dashboard
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
@@ -20,6 +21,7 @@ from fl_lightning.progress import (
     RoundProgress,
     federated_progress_bar,
 )
+from fl_lightning.signals import SignalsCallback
 
 __all__ = [
     "AgentWeightsCallback",
@@ -29,6 +31,7 @@ __all__ = [
     "FactorsCallback",
     "FairnessCallback",
     "FederatedCallback",
+    "FederatedCheckpoint",
     "FederatedRichProgressBar",
     "FederatedTQDMProgressBar",
     "GradientLeakageCallback",
@@ -39,5 +42,6 @@ __all__ = [
     "ParameterBiasCallback",
     "RoundProgress",
     "RunRecord",
+    "SignalsCallback",
     "federated_progress_bar",
 ]

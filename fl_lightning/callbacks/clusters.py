@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from sklearn.metrics import normalized_mutual_info_score
 
+from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import Message
 
@@ -33,8 +34,9 @@ class ClustersCallback(Callback):
     Logged under ``clusters/``: ``size_<q>``, the number of clients of each; ``used``, the number of clusters that have
     any; ``moved``, the share of clients whose cluster changed since it was last logged; and for everything that the
     data knows of its clients (their mode, their dominant class) ``nmi_<name>``, the normalised mutual information
-    between that and the clusters, 1 where they are the same and near 0 where they have nothing in common. At the end of
-    a fit ``clusters.csv`` in the log folder has one row per logged round and one column per client.
+    between that and the clusters, 1 where they are the same and near 0 where they have nothing in common. In the log
+    folder ``clusters.csv`` grows by one row per logged round, with one column per client; a checkpoint keeps where it
+    ends, so keep the folder of a run that is to be resumed.
 
     Args:
         every: log after every so many rounds.
@@ -47,6 +49,7 @@ class ClustersCallback(Callback):
         self.every, self.folder = every, folder
         #: Every client's cluster by round, from 0.
         self.history: dict[int, list[int]] = {}
+        self._journal = Journal()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse methods without clusters, and forget earlier runs."""
@@ -55,6 +58,15 @@ class ClustersCallback(Callback):
             raise FederationError(f"ClustersCallback needs a method with clusters, such as IFCA, not {given}.")
         if stage == "fit" and not trainer.current_epoch:  # a run that is resumed gets its own back
             self.history = {}
+            self._journal.forget()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the table, or go on with it."""
+        module: Any = pl_module
+        folder = self.folder or trainer.log_dir  # asked for on every rank
+        written = folder is not None and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
+        path = Path(folder) / "clusters.csv" if written else None  # type: ignore[arg-type]
+        self._journal.open(path, _row("round", *range(module.federation.num_clients)))
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """Log the clusters as the round left them."""
@@ -62,8 +74,9 @@ class ClustersCallback(Callback):
         round = trainer.current_epoch
         if (round + 1) % self.every:
             return
-        now, before = module.assignment(), self.history.get(max(self.history, default=-1))
+        now, before = module.assignment(), self.history.get(next(reversed(self.history), -1))
         self.history[round] = now
+        self._journal.add(_row(round, *now))
         sizes = Counter(now)
         logs: dict[str, float] = {f"size_{q}": float(sizes[q]) for q in range(module.clusters)}
         logs["used"] = float(len(sizes))
@@ -75,25 +88,23 @@ class ClustersCallback(Callback):
             module.log(f"clusters/{name}", value, on_step=False, on_epoch=True, batch_size=1)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the table."""
-        folder = self.folder or trainer.log_dir  # asked for on every rank
-        if not self.history or folder is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
-            return
-        path = Path(folder) / "clusters.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["round", *range(len(next(iter(self.history.values()))))])
-            writer.writerows([round, *clusters] for round, clusters in sorted(self.history.items()))
-        rank_zero_info(f"Clusters by round: {path}")
+        """Say where the table is."""
+        if self.history and self._journal.path is not None:
+            rank_zero_info(f"Clusters by round: {self._journal.path}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, for a checkpoint."""
-        return {"history": {round: list(clusters) for round, clusters in self.history.items()}}
+        """Where the table ends, for a checkpoint."""
+        return {"journal": self._journal.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bring back the history."""
-        self.history = {int(round): list(clusters) for round, clusters in state_dict["history"].items()}
+        self._journal.load_state_dict(state_dict["journal"])
+        rows = (list(map(int, row)) for row in csv.reader(self._journal.text().splitlines()[1:]))
+        self.history = {round: clusters for round, *clusters in rows}
+
+
+def _row(*values: Any) -> str:
+    return ",".join(map(str, values)) + "\r\n"
 
 
 def _agreement(values: Sequence[Any], clusters: list[int]) -> float:

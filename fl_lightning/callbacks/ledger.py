@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -10,11 +11,13 @@ from typing import Any, Literal, NamedTuple
 from lightning.pytorch import LightningModule, Trainer
 
 from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import Message, State, nbytes
 
 Direction = Literal["up", "down"]
+DIRECTIONS: tuple[Direction, ...] = ("up", "down")
 #: Name, shape, type and bytes of one entry of a message.
 Entry = tuple[str, str, str, int]
 
@@ -32,13 +35,21 @@ class Line(NamedTuple):
     """The stage of the round; most rounds have one."""
 
 
+class Total(NamedTuple):
+    """Of all messages in one direction."""
+
+    bytes: int = 0
+    messages: int = 0
+
+
 class LedgerCallback(FederatedCallback):
     """Writes down every message, up and down, and fails the run if a private entry crosses.
 
-    Messages of the same names, shapes and types have one *layout*, noted once. At the end of a fit the log folder gets
-    ``ledger.csv`` (one line per message), ``ledger_layouts.csv`` (the entries of every layout) and ``ledger.md`` (the
-    totals). ``ledger/up_bytes_total`` and ``ledger/down_bytes_total`` are logged after every round. Nothing is
-    compressed: these are the bytes that a later compression has to beat.
+    Messages of the same names, shapes and types have one *layout*, noted once. In the log folder ``ledger.csv`` grows
+    by one line per message; at the end of a fit it also gets ``ledger_layouts.csv`` (the entries of every layout) and
+    ``ledger.md`` (the totals). A checkpoint keeps the totals and where the lines end, not the lines: keep the folder of
+    a run that is to be resumed. ``ledger/up_bytes_total`` and ``ledger/down_bytes_total`` are logged after every round.
+    Nothing is compressed: these are the bytes that a later compression has to beat.
 
     Private are the entries of the net that the method says stay (``private_names``) and all names in a client's
     snapshot.
@@ -50,21 +61,35 @@ class LedgerCallback(FederatedCallback):
 
     def __init__(self, assert_private: bool = True, folder: str | None = None) -> None:
         self.assert_private, self.folder = assert_private, folder
-        #: All messages in the order in which they crossed.
-        self.lines: list[Line] = []
         #: The entries of every layout.
         self.layouts: list[tuple[Entry, ...]] = []
+        self._journal = Journal()
+        self._totals = dict.fromkeys(DIRECTIONS, Total())  # of the rounds that are over
+        self._rounds = 0
+        self._now: list[Line] = []  # of the round under way
+
+    @property
+    def lines(self) -> list[Line]:
+        """All messages in the order in which they crossed, as the file has them and the round under way."""
+        return [_line(row) for row in csv.reader(self._journal.text().splitlines()[1:])] + self._now
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what is no federated method."""
+        """Refuse what is no federated method, and forget an earlier run; one that is resumed gets its own back."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"LedgerCallback needs a federated method, not {type(pl_module).__name__}.")
+        if stage == "fit" and not trainer.current_epoch:
+            self._journal.forget()
+            self._totals, self._rounds, self._now = dict.fromkeys(DIRECTIONS, Total()), 0, []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the file, or go on with it."""
+        self._journal.open(self._path(trainer), ",".join(Line._fields) + "\r\n")
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
         """Forget messages of a round, or of its stages, that were broken off and are sent again."""
         assert isinstance(pl_module, FederatedModule)
         now = (round, pl_module.completed_stages)
-        self.lines = [line for line in self.lines if (line.round, line.stage) < now]
+        self._now = [line for line in self._now if (line.round, line.stage) < now]
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
         """Note what goes down."""
@@ -75,61 +100,81 @@ class LedgerCallback(FederatedCallback):
         self._note(trainer, pl_module, client, "up", message.tensors)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Check again, now that the round's snapshots say what clients kept, and log the totals."""
+        """Check again, now that the round's snapshots say what clients kept, write its lines and log the totals."""
         for message in messages:
             self._check(pl_module, message.client, message.tensors)
+        self._close()
         for direction in ("up", "down"):
             name = f"ledger/{direction}_bytes_total"
             pl_module.log(name, float(self.total(direction)), on_step=False, on_epoch=True, batch_size=1)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the files."""
-        folder = self.folder or trainer.log_dir
-        if folder is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+        """Write the layouts and the totals."""
+        path = self._path(trainer)
+        if path is None:
             return
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        _write(path / "ledger.csv", Line._fields, self.lines)
         entries = ((i, *entry) for i, layout in enumerate(self.layouts) for entry in layout)
-        _write(path / "ledger_layouts.csv", ("layout", "name", "shape", "dtype", "bytes"), entries)
-        (path / "ledger.md").write_text(self.table())
+        path.with_name("ledger_layouts.csv").write_text(_csv(("layout", "name", "shape", "dtype", "bytes"), *entries))
+        path.with_name("ledger.md").write_text(self.table())
 
     def total(self, direction: Direction) -> int:
         """Bytes that crossed in one direction."""
-        return sum(line.bytes for line in self.lines if line.direction == direction)
+        return self._total(direction).bytes
 
     def run_metrics(self) -> dict[str, float]:
         """Bytes per round and per message, for the tables of ``fl-lightning reproduce``."""
-        rounds = len({line.round for line in self.lines})
         found: dict[str, float] = {}
-        for direction in ("up", "down"):
-            messages = sum(line.direction == direction for line in self.lines)
-            found[f"{direction}_bytes_per_round"] = self.total(direction) / max(rounds, 1)
-            found[f"{direction}_bytes_per_client"] = self.total(direction) / max(messages, 1)
+        for direction in DIRECTIONS:
+            total = self._total(direction)
+            found[f"{direction}_bytes_per_round"] = total.bytes / max(self._seen(), 1)
+            found[f"{direction}_bytes_per_client"] = total.bytes / max(total.messages, 1)
         return found
 
     def table(self) -> str:
         """The totals in Markdown."""
-        rounds = len({line.round for line in self.lines})
         lines = ["| direction | rounds | messages | bytes | bytes per round | bytes per message |", "|---" * 6 + "|"]
         per = self.run_metrics()
-        for way in ("up", "down"):
-            messages = sum(line.direction == way for line in self.lines)
+        for way in DIRECTIONS:
+            total = self._total(way)
             each = f"{per[f'{way}_bytes_per_round']:.0f} | {per[f'{way}_bytes_per_client']:.0f}"
-            lines.append(f"| {way} | {rounds} | {messages} | {self.total(way)} | {each} |")
+            lines.append(f"| {way} | {self._seen()} | {total.messages} | {total.bytes} | {each} |")
         return "\n".join(lines) + "\n"
 
     def state_dict(self) -> dict[str, Any]:
-        """All lines, for a run that is resumed."""
+        """Totals, layouts, the round under way and where the lines end, for a run that is resumed."""
         return {
-            "lines": [list(line) for line in self.lines],
+            "journal": self._journal.state_dict(),
+            "totals": {direction: list(total) for direction, total in self._totals.items()},
+            "rounds": self._rounds,
+            "now": [list(line) for line in self._now],
             "layouts": [[list(e) for e in layout] for layout in self.layouts],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.lines = [Line(*line) for line in state_dict["lines"]]
+        self._journal.load_state_dict(state_dict["journal"])
+        self._totals = {direction: Total(*state_dict["totals"][direction]) for direction in DIRECTIONS}
+        self._rounds, self._now = state_dict["rounds"], [Line(*line) for line in state_dict["now"]]
         self.layouts = [tuple((n, s, d, b) for n, s, d, b in layout) for layout in state_dict["layouts"]]
+
+    def _path(self, trainer: Trainer) -> Path | None:
+        folder = self.folder or trainer.log_dir  # asked for on every rank
+        written = folder is not None and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
+        return Path(folder) / "ledger.csv" if written else None  # type: ignore[arg-type]
+
+    def _close(self) -> None:
+        """Write the round's lines, and count them among those of all rounds."""
+        self._totals = {direction: self._total(direction) for direction in DIRECTIONS}
+        self._rounds = self._seen()
+        self._journal.add(_csv(*self._now))
+        self._now = []
+
+    def _total(self, direction: Direction) -> Total:
+        earlier, own = self._totals[direction], [line.bytes for line in self._now if line.direction == direction]
+        return Total(earlier.bytes + sum(own), earlier.messages + len(own))
+
+    def _seen(self) -> int:
+        return self._rounds + bool(self._now)
 
     def _note(self, trainer: Trainer, module: Any, client: int, direction: Direction, message: State) -> None:
         self._check(module, client, message)
@@ -141,7 +186,7 @@ class LedgerCallback(FederatedCallback):
             self.layouts.append(layout)
         size = sum(entry[3] for entry in layout)
         number = self.layouts.index(layout)
-        self.lines.append(Line(trainer.current_epoch, client, direction, number, size, module.completed_stages))
+        self._now.append(Line(trainer.current_epoch, client, direction, number, size, module.completed_stages))
 
     def _check(self, module: Any, client: int, message: State) -> None:
         if not self.assert_private:
@@ -155,8 +200,14 @@ class LedgerCallback(FederatedCallback):
             )
 
 
-def _write(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
+def _csv(*rows: Iterable[Any]) -> str:
+    """Rows as lines of a CSV file."""
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    return text.getvalue()
+
+
+def _line(row: list[str]) -> Line:
+    round, client, direction, layout, size, stage = row
+    way: Direction = "up" if direction == "up" else "down"
+    return Line(int(round), int(client), way, int(layout), int(size), int(stage))

@@ -19,12 +19,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
+from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
 
 #: The file's name, and the version of what is in it.
 FILE, FORMAT = "run.json", 1
-#: Seconds between two writings while a run goes on.
-EVERY = 10.0
+#: The file that the curves are added to, one line per round.
+CURVES = "curves.jsonl"
+#: Seconds between two writings while a run goes on, and how many times as long as one takes at least.
+EVERY, SHARE = 10.0, 50.0
 #: Arguments of a DataModule that are no settings of the experiment, or told elsewhere.
 ELSEWHERE = ("seed", "root", "download", "partition")
 #: Characters of a setting that is told in full.
@@ -94,6 +97,9 @@ class RunRecord(Callback):
     ``fl-lightning fit`` has it always on; in Python pass it to the Trainer. It is written while the run goes on, at its
     end and when it breaks off, and a resumed run has all of it. Without a logger nothing is written.
 
+    ``curves.jsonl`` beside it grows by one line for every round. A checkpoint keeps where that ends, not the curves:
+    keep the folder of a run that is to be resumed.
+
     Args:
         folder: where the file is written; None means the Trainer's log folder.
     """
@@ -104,15 +110,21 @@ class RunRecord(Callback):
         self.history = ClientHistory()
         self.seconds = 0.0
         self._validated: set[str] = set()
+        self._journal, self._round = Journal(), -1
         self._began = self._wrote = time.perf_counter()
+        self._took = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier run; one that is resumed gets its own back."""
         if stage == "fit" and not trainer.current_epoch:
             self.curves, self.history, self.seconds, self._validated = {}, ClientHistory(), 0.0, set()
+            self._journal.forget()
+            self._round = -1
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Go on with the curves' file, and start the clock."""
+        folder = self._folder(trainer)
+        self._journal.open(None if folder is None else folder / CURVES)
         self._began = self._wrote = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,11 +146,15 @@ class RunRecord(Callback):
         """Note what the round logged; what is known of an earlier validation is none of it."""
         logged = {name: value for name, value in trainer.callback_metrics.items() if name not in self._validated}
         self._note(trainer.current_epoch, logged)
-        if time.perf_counter() - self._wrote > EVERY:
+        if time.perf_counter() - self._wrote > max(EVERY, SHARE * self._took):
             self._write(trainer, pl_module)
 
     def _note(self, round: int, metrics: Mapping[str, Tensor]) -> None:
-        """Add a round's numbers to the curves, or put them right."""
+        """Add a round's numbers to the curves, or put them right; those of the round before are final then."""
+        if round != self._round:
+            if self._round >= 0:
+                self._journal.add(json.dumps([self._round, self._numbers()]) + "\n")
+            self._round = round
         for name, number in ((name, float(value)) for name, value in metrics.items()):
             rounds, values = self.curves.setdefault(name, ([], []))
             if math.isfinite(number) and rounds and rounds[-1] == round:
@@ -146,6 +162,10 @@ class RunRecord(Callback):
             elif math.isfinite(number):
                 rounds.append(round)
                 values.append(number)
+
+    def _numbers(self) -> dict[str, float]:
+        """The last round's."""
+        return {name: v[-1] for name, (rounds, v) in self.curves.items() if rounds and rounds[-1] == self._round}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what came after the last round, such as attacks, and write the file."""
@@ -189,25 +209,41 @@ class RunRecord(Callback):
             "groups": groups_of(module) if federated else {},
         }
 
-    def _write(self, trainer: Trainer, module: LightningModule) -> None:
+    def _folder(self, trainer: Trainer) -> Path | None:
+        """Where files are written, None if there are none."""
         folder = self.folder or (trainer.log_dir if trainer.loggers else None)
         if folder is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+            return None
+        return Path(folder)
+
+    def _write(self, trainer: Trainer, module: LightningModule) -> None:
+        folder, began = self._folder(trainer), time.perf_counter()
+        if folder is None:
             return
-        path = Path(folder) / FILE
+        path = folder / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(self.record(trainer, module)) + "\n", encoding="utf-8")
         os.replace(partial, path)
         self._wrote = time.perf_counter()
+        self._took = self._wrote - began
 
     def state_dict(self) -> dict[str, Any]:
-        """Curves, clients and clock."""
-        curves = {name: [list(rounds), list(values)] for name, (rounds, values) in self.curves.items()}
-        return {"curves": curves, "clients": self.history.state_dict(), "seconds": self.elapsed()}
+        """Where the curves' file ends, the last round's numbers, clients and clock."""
+        last = {"journal": self._journal.state_dict(), "round": self._round, "numbers": self._numbers()}
+        return {**last, "clients": self.history.state_dict(), "seconds": self.elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.curves = {name: (list(rounds), list(values)) for name, (rounds, values) in state_dict["curves"].items()}
+        self._journal.load_state_dict(state_dict["journal"])
+        self._round = int(state_dict["round"])
+        rows = [json.loads(line) for line in self._journal.text().splitlines()]
+        self.curves = {}
+        for round, numbers in [*rows, (self._round, state_dict["numbers"])]:
+            for name, number in numbers.items():
+                rounds, values = self.curves.setdefault(name, ([], []))
+                rounds.append(round)
+                values.append(number)
         self.history.load_state_dict(state_dict["clients"])
         self.seconds = float(state_dict["seconds"])
 

@@ -9,17 +9,19 @@ from typing import Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 import fl_lightning.methods
 import fl_lightning.optim  # noqa: F401
-from fl_lightning.callbacks import RoundProgress, RunRecord
+from fl_lightning.callbacks import FederatedCheckpoint, RoundProgress, RunRecord
 from fl_lightning.cli.names import resolve
 from fl_lightning.cli.parsing import FederatedArgumentParser
+from fl_lightning.cli.resume import newest
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
+from fl_lightning.process import wanted
 
 #: The largest seed.
 SEEDS = 2**32 - 1
@@ -76,9 +78,12 @@ class FederatedCLI(LightningCLI):
         parser.link_arguments("data.num_classes", "model.init_args.net.init_args.num_classes", apply_on="instantiate")
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """One view of progress for everyone who has not chosen another."""
+        """One view of progress for everyone who has not chosen another, and a checkpoint of the last round."""
         given = config.get("callbacks") or []
-        chosen = any(isinstance(callback, ProgressBar) for callback in (given if isinstance(given, list) else [given]))
+        given = given if isinstance(given, list) else [given]
+        chosen = any(isinstance(callback, ProgressBar) for callback in given)
+        if config.get("enable_checkpointing") is not False and not any(isinstance(c, Checkpoint) for c in given):
+            callbacks = [*callbacks, FederatedCheckpoint()]
         if self._get(self.config, "quiet") or self._get(self.config, "dry_run"):
             config |= {"enable_progress_bar": False, "enable_model_summary": False}
             warnings.simplefilter("ignore", PossibleUserWarning)
@@ -107,7 +112,16 @@ class FederatedCLI(LightningCLI):
         check_named(checkpoint, goes_on=subcommand == "fit")
         if subcommand != "fit" and checkpoint is None:
             print("fl-lightning: no --ckpt_path was given, so this is a model that was never trained.", file=sys.stderr)
+        if subcommand == "fit" and checkpoint == "last":
+            self._go_on()
         super()._run_subcommand(subcommand)
+
+    def _go_on(self) -> None:
+        """Let ``last`` be the newest checkpoint of this configuration; without one Lightning looks, and says so."""
+        path = newest(self.trainer)
+        if path is not None:
+            print(f"fl-lightning: going on from {path}.", file=sys.stderr)
+            self.config_init["fit"]["ckpt_path"] = str(path)
 
 
 def check_named(checkpoint: str | None, goes_on: bool = False) -> None:
@@ -115,7 +129,7 @@ def check_named(checkpoint: str | None, goes_on: bool = False) -> None:
 
     Args:
         checkpoint: what was given as a checkpoint.
-        goes_on: whether a fit goes on from it: ``last`` is then for Lightning to find, if there is one.
+        goes_on: whether a fit goes on from it: ``last`` is then the newest run of the configuration, if there is one.
     """
     if checkpoint == "best" or (checkpoint == "last" and not goes_on):
         raise FederationError(f"Which checkpoint is the {checkpoint} is not known here: --ckpt_path takes a file.")
@@ -135,7 +149,7 @@ def given(argv: list[str], arguments: list[str]) -> list[str] | None:
         argv: the command with all of its arguments.
         arguments: those of them that LightningCLI is to see.
     """
-    own, arguments = argv == sys.argv[1:], resolve(arguments)
+    own, arguments = argv == sys.argv[1:] and wanted("argv"), resolve(arguments)
     if own:
         sys.argv[1:] = arguments
     return None if own else arguments

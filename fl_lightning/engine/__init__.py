@@ -47,19 +47,22 @@ __all__ = [
 ]
 
 
-def make_engine(name: str, width: int = 16, workers: int = 1) -> Engine:
+def make_engine(name: str, width: int = 16, workers: int = 1, timeout: float | None = None) -> Engine:
     """Make an engine by name.
 
     Args:
         name: ``auto``, ``sequential``, ``stacked`` or ``captured``.
         width: how many clients are trained together at most.
         workers: how many processes the clients are shared out to.
+        timeout: seconds without a local step after which a worker hangs; None takes ``FL_LIGHTNING_TIMEOUT``.
     """
     if width < 1:
         raise FederationError(f"clients_per_stack must be 1 or more, not {width}.")
     if workers < 1:
         raise FederationError(f"workers must be 1 or more, not {workers}.")
+    if timeout is not None and not timeout > 0:
+        raise FederationError(f"timeout must be a number of seconds greater than 0, not {timeout}.")
     if name != "auto" and name not in ENGINES:
         raise FederationError(f"There is no engine {name!r}: choose auto, {', '.join(ENGINES)}.")
     engine = AutoEngine(width) if name == "auto" else ENGINES[name](width)
-    return engine if workers == 1 else WorkerEngine(engine, workers)
+    return engine if workers == 1 else WorkerEngine(engine, workers, timeout)

@@ -6,6 +6,8 @@ import ctypes
 import functools
 import sys
 
+from fl_lightning.process import wanted
+
 #: Names of glibc's options, from malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 #: Blocks up to this size, in bytes, are taken from memory that is kept, of which so much may lie unused.
@@ -20,9 +22,9 @@ def keep_memory() -> bool:
     stack of clients makes dozens of them at every step, and the system clears each page of each: time that shows.
 
     Returns:
-        Whether it was done; on systems without glibc nothing is changed.
+        Whether it was done; on systems without glibc, and where ``FL_LIGHTNING_LEAVE`` says so, nothing is changed.
     """
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or not wanted("memory"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning import seeding
+from fl_lightning import seeding, signals
 from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result
 from fl_lightning.engine.gradient import eager_gradient
@@ -76,6 +76,7 @@ class _Client:
         return Result(state, float(self.loss) / self.steps if self.steps else math.nan, self.steps)
 
     def _step(self, phase: Phase, moves: list[Move], batch: Batch) -> None:
+        signals.check()
         for i, move in enumerate(moves):
             update = move(self.state, batch, phase, eager_gradient)
             with torch.no_grad():

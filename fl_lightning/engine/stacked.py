@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning import signals
 from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result, Update
 from fl_lightning.engine.gradient import functional_gradient
@@ -178,6 +179,7 @@ class _Stack:
                 part.look(self.state, self.velocity)
 
     def _step(self, moves: list[MappedMove], part: Part, batch: Batch) -> None:
+        signals.check()
         for i, move in enumerate(moves):
             update = move(part, batch)
             self._own((*update.grads, *update.replace, *update.add))

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from fl_lightning import signals
 from fl_lightning.engine.auto import ENGINES
 from fl_lightning.engine.base import Engine
 from fl_lightning.engine.contract import Job, LocalMethod, LocalTraining, Phase, Result
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
+from fl_lightning.process import end_with_parent, time_limit
 from fl_lightning.wire import State
+
+#: Seconds between two looks at whether a worker still works.
+LOOK = 0.25
+#: Seconds that a worker has at least before its first step, for what it imports.
+START = 300.0
 
 
 class WorkerEngine(Engine):
@@ -30,19 +43,22 @@ class WorkerEngine(Engine):
     what changes from round to round, but for ``local``, ``seed`` and ``phases()``, must reach them in the clients'
     states. The workers are started by the first round and stopped with the run. What they compute is what one process
     computes: streams depend on (seed, purpose, round, client) alone. A worker that dies is started anew once, and its
-    clients are trained again.
+    clients are trained again. One that takes no local step for a while hangs, and ends the run.
 
     Args:
         engine: what every worker trains its clients with; ``auto`` chooses here, once, for all of them.
         workers: number of processes.
+        timeout: seconds without a local step after which a worker hangs; None takes ``FL_LIGHTNING_TIMEOUT``, else
+            half an hour.
     """
 
     name = "workers"
 
-    def __init__(self, engine: Engine, workers: int) -> None:
+    def __init__(self, engine: Engine, workers: int, timeout: float | None = None) -> None:
         super().__init__(engine.width * workers)
         self.engine = engine
         self.workers = workers
+        self.timeout = time_limit() if timeout is None else timeout
         self._pool: list[_Worker] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -101,7 +117,7 @@ class WorkerEngine(Engine):
     def _start(self, method: LocalMethod, federation: Federation) -> list[_Worker]:
         setting = (method, federation.shared(), self.engine.choice, self.engine.width)
         try:
-            return [_Worker(number, setting) for number in range(self.workers)]
+            return [_Worker(number, setting, self.timeout) for number in range(self.workers)]
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise FederationError(
                 f"{type(method).__name__} cannot be sent to worker processes ({error}): define its classes and "
@@ -194,8 +210,9 @@ def _unpack(layouts: Sequence[dict[str, _Place]], memory: torch.Tensor) -> list[
 class _Worker:
     """One worker process, seen from the run's own."""
 
-    def __init__(self, number: int, setting: tuple[Any, ...]) -> None:
-        self.number, self.setting = number, setting
+    def __init__(self, number: int, setting: tuple[Any, ...], timeout: float) -> None:
+        self.number, self.setting, self.timeout = number, setting, timeout
+        self.beat = _context().RawValue("q", 0)  # local steps that it has taken
         self.task: _Task | None = None
         self.answered = False
         self._launch()
@@ -203,15 +220,14 @@ class _Worker:
     def _launch(self) -> None:
         context = _context()
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=_work, args=(other, *self.setting), daemon=True)
+        self.process = context.Process(target=_work, args=(other, self.beat, *self.setting), daemon=True)
         self.process.start()
         other.close()
 
     def begin(self, task: _Task) -> None:
         """Let the worker train some clients."""
         self.task = task
-        with suppress(OSError):  # a dead worker is noticed when its results are asked for
-            self.connection.send(task)
+        _in_thread(self.connection.send_bytes, ForkingPickler.dumps(task))  # waits while the worker does not read
 
     def results(self) -> list[Result]:
         """What it made of them; a worker that died is started anew, once."""
@@ -219,6 +235,7 @@ class _Worker:
         try:
             answer = self._receive()
         except (EOFError, OSError):
+            signals.check()  # which may have killed it too
             self._check_started()
             rank_zero_warn(f"{self} died; it is started anew and its clients are trained again.")
             self._launch()
@@ -249,7 +266,23 @@ class _Worker:
             ) from None
 
     def _receive(self) -> Any:
-        return self.connection.recv()
+        """What the worker sends, unless it takes no step for too long; a pause of this process does not count."""
+        answer, idle, beat = _in_thread(self.connection.recv), 0.0, self.beat.value
+        while not wait([answer], LOOK).done:
+            signals.check()
+            idle = idle + LOOK if self.beat.value == beat else 0.0
+            beat = self.beat.value
+            if idle >= (self.timeout if beat else max(self.timeout, START)):
+                self._give_up()
+        return answer.result()
+
+    def _give_up(self) -> None:
+        self.process.kill()
+        clients = ", ".join(map(str, [] if self.task is None else self.task.clients[:10]))
+        raise FederationError(
+            f"{self} has not taken a step for {self.timeout:g} seconds while it trained clients {clients}: see what it "
+            "waits for, or let FL_LIGHTNING_TIMEOUT be longer than any step takes; the last checkpoint is intact."
+        )
 
     def stop(self) -> None:
         """End the process."""
@@ -260,6 +293,20 @@ class _Worker:
 
     def __str__(self) -> str:
         return f"Worker {self.number} (process {self.process.pid})"
+
+
+def _in_thread(act: Callable[..., Any], *args: Any) -> Future[Any]:
+    """What a function will return, called in a thread of its own: it may wait for a process that does not go on."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act(*args))
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def _context() -> Any:
@@ -283,11 +330,18 @@ class _WorkerError(Exception):
         return f"\n{self.args[0]}"
 
 
-def _work(connection: Connection, method: Any, federation: Federation, engine: str, width: int) -> None:
+def _work(connection: Connection, beat: Any, method: Any, federation: Federation, engine: str, width: int) -> None:
     """What a worker process does: train what it is sent until the connection closes."""
+    _end_with_run()
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a run, which its own acts on
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     trainer = ENGINES[engine](width)
-    with suppress(EOFError, OSError, KeyboardInterrupt):
+
+    def step() -> None:
+        beat.value += 1
+
+    with suppress(EOFError, OSError), signals.listening(step):
         while True:
             task: _Task = connection.recv()
             method.local, method.seed, method.phases = task.local, task.seed, partial(list, task.phases)
@@ -299,6 +353,18 @@ def _work(connection: Connection, method: Any, federation: Federation, engine: s
                 connection.send((layouts, memory, [r.loss for r in results], [r.steps for r in results]))
             except Exception as error:  # whatever it is, the run's own process is where it belongs
                 connection.send(_Failure(_sendable(error), traceback.format_exc()))
+
+
+def _end_with_run() -> None:
+    """Have this worker killed when the run's own process is gone, even while it is stopped.
+
+    Its parent is the server that it was forked from, which ends with the run unless a worker keeps its pipe open.
+    """
+    kept = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
+    if kept is not None:
+        os.close(kept)
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    end_with_parent()
 
 
 def _sendable(error: Exception) -> Exception:

@@ -16,6 +16,7 @@ from fl_lightning.layout.activation import Tanh
 from fl_lightning.layout.convolution import Convolution
 from fl_lightning.layout.normalisation import BatchNorm, GroupNorm
 from fl_lightning.layout.pooling import MaxPool, MeanPool
+from fl_lightning.process import wanted
 
 
 class StackLayout(TorchFunctionMode):
@@ -51,6 +52,8 @@ class StackLayout(TorchFunctionMode):
 
 def _lstm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """PyTorch's own steps: oneDNN's layer cannot be mapped."""
+    if not wanted("mkldnn"):
+        return func(*args, **kwargs)
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

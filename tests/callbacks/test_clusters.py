@@ -49,14 +49,16 @@ def test_a_callback_that_is_used_again_holds_the_last_run_alone() -> None:
 
 
 def test_every_so_many_rounds_and_resumed(tmp_path: Path) -> None:
-    whole = ClustersCallback(every=2)
+    whole = ClustersCallback(every=2, folder=str(tmp_path / "whole"))
     fit(fesem(), planted(12), rounds=4, callbacks=[whole])
     assert sorted(whole.history) == [1, 3]
     saver = ModelCheckpoint(tmp_path, filename="run", save_on_train_epoch_end=True)
     fit(fesem(), planted(12), rounds=2, enable_checkpointing=True, callbacks=[ClustersCallback(every=2), saver])
-    again = ClustersCallback(every=2)
+    again = ClustersCallback(every=2, folder=str(tmp_path / "again"))
     fit(fesem(), planted(12), rounds=4, ckpt_path=str(tmp_path / "run.ckpt"), callbacks=[again])
     assert again.history == whole.history
+    tables = [(tmp_path / name / "clusters.csv").read_bytes() for name in ("whole", "again")]
+    assert tables[0] == tables[1]
 
 
 @pytest.mark.parametrize("kind", [IFCA, FedCluster])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from fl_lightning.callbacks import LedgerCallback
@@ -103,7 +105,8 @@ def test_a_private_name_that_goes_down_fails_the_run() -> None:
 
 def test_resumed_and_without(tmp_path: Path) -> None:
     """A resumed run's ledger is that of one never stopped, and no ledger changes a weight."""
-    whole, part, plain = LedgerCallback(), LedgerCallback(), FedPer(mlp(), engine="stacked")
+    whole, part = (LedgerCallback(folder=str(tmp_path / name)) for name in ("whole", "part"))
+    plain = FedPer(mlp(), engine="stacked")
     method = FedPer(mlp(), engine="stacked")
     fit(method, blobs(fraction=0.5), 4, callbacks=[whole])
     fit(plain, blobs(fraction=0.5), 4)
@@ -115,6 +118,41 @@ def test_resumed_and_without(tmp_path: Path) -> None:
     )
     assert part.lines == whole.lines
     assert part.layouts == whole.layouts
+    for name in ("ledger.csv", "ledger_layouts.csv", "ledger.md"):
+        assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_checkpoint_of_a_long_run_is_no_larger_and_a_resumed_run_cuts_off_what_came_after_it(tmp_path: Path) -> None:
+    def run(rounds: int, **kwargs: Any) -> LedgerCallback:
+        ledger = LedgerCallback(folder=str(tmp_path))
+        callbacks = [ledger, *kwargs.pop("callbacks", ())]
+        fit(FedPer(mlp(), engine="stacked"), blobs(fraction=0.5), rounds, callbacks=callbacks, **kwargs)
+        return ledger
+
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    whole = run(12, callbacks=[saver], enable_checkpointing=True)
+    sizes = [
+        len(pickle.dumps(torch.load(tmp_path / f"epoch={n}.ckpt", weights_only=True)["callbacks"]["LedgerCallback"]))
+        for n in (1, 11)
+    ]
+    assert abs(sizes[1] - sizes[0]) < 50
+    files = {path.name: path.read_bytes() for path in tmp_path.glob("ledger*")}
+    again = run(12, ckpt_path=str(tmp_path / "epoch=4.ckpt"))
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("ledger*")} == files
+    assert again.lines == whole.lines
+    assert len(whole.lines) == 12 * 2 * 2
+
+
+def test_lines_that_are_gone_are_missed_and_the_totals_are_not(tmp_path: Path) -> None:
+    whole = LedgerCallback(folder=str(tmp_path / "whole"))
+    run = fit(FedAvg(mlp(), engine="stacked"), blobs(), 2, callbacks=[whole])
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    (tmp_path / "whole" / "ledger.csv").write_text("something else\n" * 99)
+    part, method = LedgerCallback(folder=str(tmp_path / "part")), FedAvg(mlp(), engine="stacked")
+    with pytest.warns(UserWarning, match=r"ledger\.csv is not as the checkpoint knew it"):
+        trainer(3, callbacks=[part]).fit(method, datamodule=blobs(), ckpt_path=str(tmp_path / "run.ckpt"))
+    assert (part.total("up"), part.total("down")) == (method.bytes_up, method.bytes_down)
+    assert {line.round for line in part.lines} == {2}
 
 
 def test_what_is_no_federation_is_refused() -> None:

@@ -103,6 +103,21 @@ def test_a_run_that_was_saved_after_a_validation_has_all_of_it(tmp_path: Path) -
             assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
 
 
+def test_a_checkpoint_does_not_grow_with_the_curves(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
+    whole = recorded(tmp_path / "whole", 9, (saver,), enable_checkpointing=True)
+    states = [torch.load(tmp_path / f"epoch={n}.ckpt", weights_only=True)["callbacks"]["RunRecord"] for n in (1, 7)]
+    sizes = [len(json.dumps({n: v for n, v in state.items() if n != "clients"})) for state in states]
+    assert abs(sizes[1] - sizes[0]) < 60
+    again = recorded(tmp_path / "whole", 9, ckpt_path=str(tmp_path / "epoch=4.ckpt"))  # in the same folder
+    lines = (tmp_path / "whole" / "curves.jsonl").read_text().splitlines()
+    assert [json.loads(line)[0] for line in lines] == list(range(8))  # the last round is still open
+    for name, curve in whole["curves"].items():
+        assert again["curves"][name]["rounds"] == curve["rounds"]
+        if not name.startswith("time/"):
+            assert again["curves"][name]["values"] == curve["values"]
+
+
 def settings(data: FederatedDataModule | None = None, *callbacks: Callback, **options: Any) -> dict[str, Any]:
     module = FedAvg(mlp(), engine="stacked", **options)
     return settings_of(fit(module, data or blobs(), 1, callbacks=list(callbacks)), module)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +17,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from fl_lightning import signals
 from fl_lightning.callbacks import FederatedCallback
-from fl_lightning.engine import Batch, WorkerEngine
+from fl_lightning.engine import Batch, WorkerEngine, make_engine
 from fl_lightning.engine.workers import _Worker
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, Local, WAFFLe
@@ -125,7 +129,7 @@ def test_a_worker_that_cannot_start_is_not_one_that_was_killed(code: int, says: 
             self.process = SimpleNamespace(pid=1, exitcode=code, join=lambda timeout: None)
             other.close()
 
-    worker = Gone(0, ())
+    worker = Gone(0, (), 60.0)
     worker.begin(SimpleNamespace(clients=[0]))  # type: ignore[arg-type]
     with pytest.raises(FederationError, match=says):
         worker.results()
@@ -191,3 +195,99 @@ def test_a_method_that_cannot_be_sent_is_refused_in_a_sentence() -> None:
         fit(Inner(mlp(), **SETTINGS, engine="sequential", workers=2), blobs(), rounds=1)
     with pytest.raises(FederationError, match="workers must be 1 or more, not 0"):
         FedAvg(mlp(), workers=0)
+
+
+class Stopper(FederatedCallback):
+    """Stops a worker before the second round."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int, cohort: list[int]) -> None:
+        if round == 1:
+            os.kill(pl_module.engine._pool[1].process.pid, signal.SIGSTOP)
+
+
+def test_a_worker_that_hangs_ends_the_run_with_its_name_and_is_gone() -> None:
+    method = FedAvg(mlp(), **SETTINGS, engine="sequential", workers=2)
+    method.engine = make_engine("sequential", workers=2, timeout=0.5)
+    seen: list[Any] = []
+
+    class Look(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, messages: Any) -> None:
+            seen.extend(worker.process for worker in pl_module.engine._pool)
+
+    with pytest.raises(
+        FederationError, match=r"Worker 1 \(process \d+\) has not taken a step for 0\.5 seconds while it"
+    ):
+        fit(method, blobs(), rounds=3, callbacks=[Stopper(), Look()])
+    method.engine.reset()
+    assert len(seen) == 2
+    assert not any(process.is_alive() for process in seen)
+
+
+class Slow(FedAvg):
+    """Takes longer than the time limit for its steps together, and much less for each."""
+
+    def client_loss(self, state: State, batch: Batch) -> tuple[torch.Tensor, State]:
+        time.sleep(0.1)
+        return super().client_loss(state, batch)
+
+
+def test_a_slow_worker_does_not_hang() -> None:
+    method = Slow(mlp(), **SETTINGS, engine="sequential")
+    method.engine = make_engine("sequential", workers=2, timeout=1.0)
+    fit(method, blobs(), rounds=1)  # 14 steps in one worker
+    assert method.completed_rounds == 1
+
+
+def test_a_signal_is_acted_on_while_workers_work() -> None:
+    def stop() -> None:
+        raise SystemExit(143)
+
+    method = Slow(mlp(), **SETTINGS, engine="sequential", workers=2)
+    with pytest.raises(SystemExit), signals.listening(stop):
+        fit(method, blobs(), rounds=1)
+    method.engine.reset()
+
+
+PARENT = """
+import os, signal, sys, time
+from fl_lightning.callbacks import FederatedCallback
+from fl_lightning.methods import FedAvg
+from tests.support import blobs, fit, mlp
+
+class Wait(FederatedCallback):
+    def on_round_end(self, trainer, module, messages):
+        pids = [worker.process.pid for worker in module.engine._pool]
+        os.kill(pids[0], signal.SIGSTOP)
+        print(*pids, flush=True)
+        time.sleep(60)
+
+if __name__ == "__main__":
+    fit(FedAvg(mlp(), engine="sequential", workers=2), blobs(), rounds=1, callbacks=[Wait()])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a stopped process ends with its parent on Linux alone")
+def test_nothing_is_left_of_a_run_that_is_killed_while_a_worker_is_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    root = str(Path(__file__).parent.parent.parent)
+    run = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert run.stdout is not None
+    workers = list(map(int, run.stdout.readline().split()))
+    assert len(workers) == 2
+    run.kill()
+    run.wait()
+    end = time.monotonic() + 30
+    while any(map(alive, workers)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(alive, workers))
+
+
+def alive(process: int) -> bool:
+    """Whether it runs or is stopped; one that only waits for its exit code to be read is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,237 @@
+"""Checkpoint files: written whole or not at all, with a checksum, and read only if nothing has changed in them.
+
+A checkpoint is what ``torch.save`` writes, a zip archive. Its comment, at the very end, is the SHA-256 of all bytes
+before it; ``torch.load`` and zip programs read the archive as they read any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from fl_lightning.errors import FederationError
+from fl_lightning.process import wanted
+
+#: What a zip archive begins with, and its last record, which ends with the length of the comment.
+ZIP, END, END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22
+#: The comment: this, and the checksum in hexadecimal.
+MARK = b"fl_lightning sha256 "
+COMMENT = len(MARK) + 2 * hashlib.sha256().digest_size
+#: Bytes that are read at once.
+CHUNK = 1 << 20
+#: What a checkpoint must hold for a run to go on from it, beside the model.
+NEEDED = ("optimizer_states", "loops", "callbacks")
+
+
+class DamagedError(FederationError):
+    """A checkpoint file that is not as it was written."""
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Lightning's own, but for local files: they are sealed, and replaced by what is complete and on the disk."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Write beside the target, flush, rename."""
+        if storage_options is not None or not _is_local_file_protocol(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        seal(buffer)
+        replace(Path(path), buffer.getbuffer())
+
+
+class CheckedCheckpointIO(_WrappingCheckpointIO):
+    """Writes and reads checkpoints as the wrapped plugin does, and says in a sentence what is wrong with one.
+
+    A fit that is to go on from a damaged file goes on from the newest good one in its folder, with a warning.
+
+    Args:
+        checkpoint_io: the plugin.
+        trainer: whose checkpoints they are; None makes no difference between a fit and an evaluation.
+    """
+
+    def __init__(self, checkpoint_io: Any = None, trainer: Trainer | None = None) -> None:
+        super().__init__(checkpoint_io)
+        self.trainer = trainer
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, *args: Any, **kwargs: Any) -> None:
+        """Save as the wrapped plugin does."""
+        try:
+            super().save_checkpoint(checkpoint, path, *args, **kwargs)
+        except OSError as error:
+            raise FederationError(
+                f"The checkpoint {path} cannot be written ({error.strerror or error}): make room or let "
+                "ModelCheckpoint write to another folder; checkpoints that were written before are intact."
+            ) from error
+
+    def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load as the wrapped plugin does."""
+        resumes = self.trainer is not None and self.trainer.state.fn == "fit"
+        try:
+            return self._load(path, resumes, *args, **kwargs)
+        except DamagedError as damage:
+            for other in others(path) if resumes else ():
+                with suppress(FederationError):
+                    found = self._load(other, resumes, *args, **kwargs)
+                    rank_zero_warn(f"{damage} The run goes on from {other}, the newest good one in its folder.")
+                    return found
+            raise
+
+    def _load(self, path: _PATH, resumes: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with readable(path):
+            found = super().load_checkpoint(path, *args, **kwargs)
+            check_content(path, found, resumes)
+            return found
+
+
+def watch(trainer: Trainer) -> None:
+    """Let the Trainer's strategy write and read checkpoints through the classes above."""
+    strategy = trainer.strategy
+    given = strategy.checkpoint_io
+    if isinstance(given, CheckedCheckpointIO) or not wanted("checkpoints"):
+        return
+    plain = type(given) is TorchCheckpointIO
+    strategy.checkpoint_io = CheckedCheckpointIO(SafeCheckpointIO() if plain else given, trainer)
+
+
+def seal(archive: io.BytesIO) -> None:
+    """Add the checksum to an archive that ``torch.save`` has just written, as its comment."""
+    archive.seek(-2, os.SEEK_END)
+    archive.write(COMMENT.to_bytes(2, "little"))
+    archive.write(MARK + hashlib.sha256(archive.getbuffer()).hexdigest().encode())
+
+
+def check(path: Path) -> None:
+    """Refuse a file that is not as it was written; one without a checksum must at least be complete."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        tail = _last(file, size, COMMENT)
+        if tail.startswith(MARK):
+            if _checksum(file, size - len(tail)).encode() != tail[len(MARK) :]:
+                raise _damaged(path, "its checksum is another")
+            return
+        file.seek(0)
+        whole = _last(file, size, END_SIZE).startswith(END) and tail.endswith(b"\0\0")
+        if file.seek(0) == 0 and file.read(len(ZIP)) == ZIP and not whole:
+            raise _damaged(path, "its end is missing or changed")
+
+
+def _last(file: io.BufferedReader, size: int, count: int) -> bytes:
+    file.seek(max(size - count, 0))
+    return file.read(count)
+
+
+def _checksum(file: io.BufferedReader, size: int) -> str:
+    digest, left = hashlib.sha256(), size
+    file.seek(0)
+    while left:
+        part = file.read(min(left, CHUNK))
+        digest.update(part)
+        left -= len(part)
+    return digest.hexdigest()
+
+
+def replace(path: Path, content: bytes | memoryview) -> None:
+    """Write a file anew: beside the target first, then on the disk, then in its place, so that it is never torn."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(path)
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what a killed process of this machine had begun to write."""
+    for partial in path.parent.glob(f".{path.name}.{socket.gethostname()}.*.part"):
+        process = partial.suffixes[-2].removeprefix(".")
+        if process.isdecimal() and int(process) != os.getpid() and not _lives(int(process)):
+            partial.unlink(missing_ok=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    """Let the renaming reach the disk, where the system can."""
+    with suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def others(path: _PATH) -> Iterable[Path]:
+    """The other checkpoints in a checkpoint's folder, the newest first."""
+    found = [other for other in Path(path).parent.glob("*.ckpt") if other.name != Path(path).name and other.is_file()]
+    return sorted(found, key=lambda other: other.stat().st_mtime_ns, reverse=True)
+
+
+def check_content(path: _PATH, checkpoint: Any, resumes: bool) -> None:
+    """Refuse what is no checkpoint of a Trainer, and one that a run cannot go on from."""
+    if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+        raise FederationError(f"{path} is not a checkpoint of a Trainer: it has no model that the Trainer saved.")
+    missing = [name for name in NEEDED if name not in checkpoint]
+    if resumes and missing:
+        raise FederationError(
+            f"No run can go on from {path}, which holds a model alone (no {', '.join(missing)}), as save_weights_only "
+            "writes it: evaluate it, use load_from_checkpoint, or resume from another."
+        )
+
+
+@contextmanager
+def readable(path: Any, method: str = "method") -> Iterator[None]:
+    """Check a file before it is read, and turn whatever reading it raises into a sentence."""
+    try:
+        if isinstance(path, str | os.PathLike) and _is_local_file_protocol(path):  # type: ignore[arg-type]
+            check(Path(path))
+        yield
+    except FederationError:
+        raise
+    except FileNotFoundError as error:
+        raise FederationError(f"There is no checkpoint {path}.") from error
+    except PermissionError as error:
+        raise FederationError(f"The checkpoint {path} cannot be read: {error.strerror}.") from error
+    except Exception as error:
+        if "required positional argument: 'net'" in str(error):
+            raise FederationError(
+                f"The checkpoint {path} does not say how its net is made, as it is not a FedNet: "
+                f"pass the net again: {method}.load_from_checkpoint(path, net=...)."
+            ) from error
+        raise _damaged(path, type(error).__name__) from error
+
+
+def _damaged(path: Any, reason: str) -> DamagedError:
+    return DamagedError(
+        f"The checkpoint {path} cannot be read, it is damaged or not a checkpoint ({reason}): use an earlier one."
+    )

@@ -1,0 +1,66 @@
+"""Processes of one run that wait for each other, and say which of them does not come."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fl_lightning import signals
+from fl_lightning.errors import FederationError
+from fl_lightning.process import time_limit
+
+
+class RankError(FederationError):
+    """Another process of the run has ended or does not answer; nothing of the present stage was kept."""
+
+
+#: The group by which processes wait for each other, made once for the run that it belongs to.
+_group: list[tuple[Any, Any]] = []
+
+
+def meet(seconds: float | None = None) -> None:
+    """Wait until every process of the run is here, or end with the names of those that are not.
+
+    To be called by all of them before what crosses between them is gathered. A process that has died is noticed at
+    once, one that hangs after the time limit.
+
+    Args:
+        seconds: how long to wait; None takes ``FL_LIGHTNING_TIMEOUT``, else half an hour.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    limit = time_limit() if seconds is None else seconds
+    signals.check()
+    group = _gloo()
+    try:
+        dist.monitored_barrier(group, timeout=timedelta(seconds=limit), wait_all_ranks=True)
+    except RuntimeError as error:
+        signals.check()  # which the others may have had too
+        raise RankError(_sentence(str(error), limit)) from error
+
+
+def _gloo() -> Any:
+    """A group of the processes that can be monitored, whatever the tensors cross by."""
+    world = dist.group.WORLD
+    if not _group or _group[0][0] is not world:
+        own = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        _group[:] = [(world, own)]
+    return _group[0][1]
+
+
+def _sentence(said: str, limit: float) -> str:
+    """What is known of who did not come.
+
+    Example:
+        >>> _sentence("[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 500 ms", 0.5)[:64]
+        'Ranks 1, 3 of the run have ended or did not answer for 0.5 secon'
+    """
+    missing = re.search(r"Ranks ([\d, ]*\d) failed to pass", said)
+    who = f"Ranks {missing[1]}" if missing else "Other ranks"
+    return (
+        f"{who} of the run have ended or did not answer for {limit:g} seconds: see what they say; the last checkpoint "
+        "is intact."
+    )
