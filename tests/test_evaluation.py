@@ -103,7 +103,7 @@ def test_global_test_set_and_held_out_validation() -> None:
     lists["test"] = [[i] for i in rest[:2]]
     rest = rest[2:]
     method = FedAvg(mlp(), lr=0.1)
-    run = fit(method, data())
+    run = fit(method, data(val_fraction=0))
     x, y = inner.inputs[rest].double(), inner.targets[rest]
     expected = (method.net(x).argmax(1) == y).double().mean()
     assert float(run.callback_metrics["val/global_acc"]) == pytest.approx(float(expected))

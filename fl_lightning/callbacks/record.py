@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ from fl_lightning.errors import FederationError
 
 #: The file's name, and the version of what is in it.
 FILE, FORMAT = "run.json", 1
+#: What is read of it, and of which type it is.
+KEYS: dict[str, tuple[type, ...]] = {
+    **{name: (dict,) for name in ("settings", "curves", "clients", "groups")},
+    **{name: (int, float, NoneType) for name in ("rounds", "seconds", "steps", "parameters")},
+    "engine": (str, NoneType),
+    "bytes": (list, NoneType),
+}
 #: Seconds between two writings while a run goes on.
 EVERY = 10.0
 #: Arguments of a DataModule that are no settings of the experiment, or told elsewhere.
@@ -117,7 +125,8 @@ class RunRecord(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what every client scored and what the round has logged so far."""
-        scores = getattr(getattr(pl_module, "evaluator", None), "scores", {}).get("val")
+        known = getattr(getattr(pl_module, "evaluator", None), "scores", {})
+        scores = known.get("val", known.get("test"))  # of a round: where nothing is held out, on test samples
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         if scores is not None:
@@ -307,4 +316,10 @@ def read_record(path: Path) -> dict[str, Any]:
         raise FederationError(f"{path} cannot be read: run the fit again.") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise FederationError(f"{path} is not a record of a run in format {FORMAT}: run the fit again.")
+    missing = [key for key, kind in KEYS.items() if key not in found or not isinstance(found[key], kind)]
+    missing += [
+        f"clients.{key}" for key in ("rounds", "accuracy") if "clients" not in missing and key not in found["clients"]
+    ]
+    if missing:
+        raise FederationError(f"{path} has no {missing[0]}, as a record of a run has: run the fit again.")
     return found

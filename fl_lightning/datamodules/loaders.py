@@ -34,7 +34,7 @@ class ClientChunks:
     """
 
     def __init__(self, clients: Sequence[int], size: int) -> None:
-        self.clients = torch.tensor(list(clients))
+        self.clients = torch.tensor(list(clients), dtype=torch.int64)
         self.size = size
 
     def __len__(self) -> int:
