@@ -30,7 +30,7 @@ COMMANDS = {
     "partitions": Command("fl_lightning.cli.lists", "list all partitions, one line each"),
     "tables": Command("fl_lightning.cli.lists", "list all published tables that can be run again"),
     "bench": Command("fl_lightning.cli.bench", "speed of this machine, as a ratio to a plain PyTorch loop"),
-    "demo": Command("fl_lightning.cli.demo", "fit three methods on small data, in about a minute"),
+    "demo": Command("fl_lightning.cli.demo", "training alone, one model for all, a model for each: about a minute"),
     "completion": Command("fl_lightning.cli.completion", "print a script for the shell's tab key"),
 }
 

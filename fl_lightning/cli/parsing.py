@@ -86,6 +86,8 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
         name, (noun, base) = next(filter(None, unknown.groups())), OTHERS[kind]
         near = nearest(name, names(base, ("lightning.pytorch", "torch.optim")))
         return f"there is no {noun} {name!r}{near or '; give the import path of its class'}"
+    if re.search(r"required: net$|[Kk]ey \"net\" is required", reason):
+        return f"a method needs a network: add --model.net, one of {', '.join(sorted(names(FedNet)))}"
     refused = re.search(r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)", reason)
     if refused:
         every = [kind for _, base in (*CHOICES.values(), *OTHERS.values()) for kind in known(base)]

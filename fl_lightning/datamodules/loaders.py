@@ -41,4 +41,4 @@ class ClientChunks:
         return -(-len(self.clients) // self.size)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.split(self.clients, self.size))
+        return iter(torch.split(self.clients, self.size)[: len(self)])
