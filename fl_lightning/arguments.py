@@ -19,8 +19,9 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Refuse everything that is not a whole number from ``least`` to ``most``."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise FederationError(f"{name} must be a whole number, not {value!r}.")
-    if value < least or (most is not None and value > most):
-        bounds = f"{least} or more" if most is None or value < least else f"at most {most:,}"
+    number = int(value)
+    if number < least or (most is not None and number > most):
+        bounds = f"{least} or more" if most is None or number < least else f"at most {most:,}"
         raise FederationError(f"{name} must be {bounds}, not {value}.")
 
 

@@ -260,6 +260,6 @@ class Federation:
 def _broadcasts(shape: Sequence[int], batch: tuple[int, ...]) -> bool:
     """Whether something of this shape can be applied to a batch without changing its shape."""
     try:
-        return torch.broadcast_shapes(shape, batch) == batch
-    except RuntimeError:
+        return np.broadcast_shapes(tuple(shape), batch) == batch
+    except ValueError:
         return False

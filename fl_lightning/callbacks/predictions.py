@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,7 @@ def _write(table: Columns, path: Path) -> None:
 def _parquet() -> tuple[Any, Any]:
     """The library that writes Parquet, or a sentence that says what to install."""
     try:
-        import pyarrow
-        import pyarrow.parquet
+        pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         raise FederationError("A .parquet file needs pyarrow: pip install pyarrow, or write a .csv file.") from None
-    return pyarrow, pyarrow.parquet
+    return pyarrow, parquet
