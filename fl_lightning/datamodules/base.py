@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning import arguments, seeding
@@ -47,7 +46,7 @@ class Samples:
     inputs: Tensor
     targets: Tensor
     train_size: int | None = None
-    users: Sequence[Any] | Tensor | NDArray[Any] | None = None
+    users: Sequence[Any] | Tensor | None = None
 
     def some(self, number: int, rng: np.random.Generator) -> Samples:
         """About so many of the samples, the same share of every class, in their old order."""

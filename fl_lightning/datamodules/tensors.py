@@ -88,7 +88,7 @@ class TensorFederation(FederatedDataModule):
         if train is not None and kwargs.get("limit") is not None:
             raise FederationError("limit chooses among all samples: leave it out where index lists already do.")
         self.inputs, self.targets = inputs, targets.long()
-        self.train_size, self.users = train_size, users
+        self.train_size, self.users = train_size, users.tolist() if isinstance(users, np.ndarray) else users
         self.num_classes = _classes(self.targets) if num_classes is None else num_classes
         self.input_shape = tuple(inputs.shape[1:])
         self.mean, self.std = found["mean"], found["std"]
