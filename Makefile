@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 
 venv: $(READY)  ## set up .venv with the pinned versions
 
-demo: $(READY)  ## fit FedAvg, FedProx and Local on the digits data
+demo: $(READY)  ## fit Local, FedAvg and APFL on the digits data
 	$(BIN)/python -m fl_lightning.cli.demo
 
 lint: $(READY)  ## ruff, mypy --strict, import-linter

@@ -40,7 +40,14 @@ class ClientIndex:
     @classmethod
     def of(cls, parts: Iterable[Sequence[int] | np.ndarray[Any, Any] | Tensor]) -> ClientIndex:
         """Build from one sequence of indices per client."""
-        arrays = [np.asarray(part, dtype=np.int64) for part in parts]
+        arrays = [np.asarray(part) for part in parts]
+        for client, array in enumerate(arrays):
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+                kind = f"{array.dtype}" if array.ndim == 1 else f"an array of shape {array.shape}"
+                raise FederationError(
+                    f"Client {client}'s indices must be a list of whole numbers, the places of its samples, not {kind}."
+                )
+        arrays = [array.astype(np.int64) for array in arrays]
         flat = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
         offsets = np.cumsum([0, *(len(a) for a in arrays)], dtype=np.int64)
         return cls(torch.from_numpy(flat), torch.from_numpy(offsets))
@@ -77,7 +84,7 @@ class Federation:
         test: the indices that each client is tested on.
         num_classes: number of classes.
         val: held-out part of each client's training data, if any; after a round clients are then
-            evaluated on it rather than on ``test``.
+            evaluated on it rather than on ``test``. Of a client with one sample it is empty.
         global_test: indices of a test set that belongs to nobody, if the data has one, shape (m,).
         mean: subtracted from the inputs of a batch, broadcast over (B, ...); None leaves inputs as stored.
         std: divides the inputs of a batch, as ``mean``.
@@ -114,10 +121,13 @@ class Federation:
                     f"{len(empty)} of {len(index)} clients have no {name} samples (the first is client {empty[0]}): "
                     "use fewer clients or more data."
                 )
-        if len(self.train.flat) and int(self.train.flat.max()) >= len(self.targets):
+        if len(self.inputs) != len(self.targets):
+            raise FederationError(
+                f"There are {len(self.inputs)} inputs and {len(self.targets)} targets: each needs the other."
+            )
+        if int(self.train.flat.max()) >= len(self.targets):
             raise FederationError("A client's index points past the end of the data.")
-        if (self.mean is None) != (self.std is None):
-            raise FederationError("Inputs are normalised by mean and std together: give both or neither.")
+        self._check_scale()
         for name, values in self.meta.items():
             if len(values) != len(self.train):
                 raise FederationError(
@@ -125,6 +135,20 @@ class Federation:
                     f"{len(values)}."
                 )
         self._check_labels()
+
+    def _check_scale(self) -> None:
+        """Refuse a mean and a deviation that do not belong to a sample."""
+        if (self.mean is None) != (self.std is None):
+            raise FederationError("Inputs are normalised by mean and std together: give both or neither.")
+        batch = (2, *self.inputs.shape[1:])
+        for name, value in (("mean", self.mean), ("std", self.std)):
+            if value is not None and not _broadcasts(value.shape, batch):
+                raise FederationError(
+                    f"{name} of shape {tuple(value.shape)} cannot be applied to samples of shape {batch[1:]}: give one "
+                    "number, or as many as there are channels or features."
+                )
+        if self.std is not None and not bool((self.std > 0).all()):
+            raise FederationError("std must be greater than 0 everywhere: use 1 for a feature that is constant.")
 
     def _check_labels(self) -> None:
         """Refuse labels that are no class, and label permutations that do not cover the labels."""
@@ -147,6 +171,11 @@ class Federation:
             )
         if not 0 <= int(maps.min()) <= int(maps.max()) < self.num_classes:
             raise FederationError(f"label_maps must name classes between 0 and {self.num_classes - 1}.")
+
+    @property
+    def validated(self) -> Split:
+        """The split that clients are scored on after a round, and whose name the scores have."""
+        return "test" if self.val is None else "val"
 
     @property
     def num_clients(self) -> int:
@@ -233,3 +262,11 @@ class Federation:
             raw = torch.stack([self.augment(part, rng) for part, rng in zip(parts, rngs, strict=True)]).flatten(0, 1)
         inputs = self.features(raw, dtype)
         return inputs.view(*index.shape, *inputs.shape[1:]), self.labels(clients, index)
+
+
+def _broadcasts(shape: Sequence[int], batch: tuple[int, ...]) -> bool:
+    """Whether something of this shape can be applied to a batch without changing its shape."""
+    try:
+        return np.broadcast_shapes(tuple(shape), batch) == batch
+    except ValueError:
+        return False

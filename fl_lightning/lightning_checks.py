@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
 
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
@@ -27,11 +29,7 @@ def check_trainer(trainer: Trainer) -> None:
             "Trainer(sync_batchnorm=True) would normalise clients of different processes by each other's batches: "
             "leave it out."
         )
-    if str(trainer.precision).startswith(("16", "transformer")):
-        raise FederationError(
-            f"precision={trainer.precision!r} needs a gradient scaler, which local training does not have: "
-            "use 32-true, 64-true, bf16-mixed or bf16-true."
-        )
+    check_precision(trainer.precision)
     if trainer.gradient_clip_val:
         raise FederationError(
             "Trainer(gradient_clip_val=...) would clip the server's step, not the clients' gradients: "
@@ -45,12 +43,34 @@ def check_trainer(trainer: Trainer) -> None:
         raise FederationError(
             "Trainer(overfit_batches=...) has no meaning for rounds: give the DataModule fewer clients or samples."
         )
+    if trainer.limit_train_batches != 1 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise FederationError(
+            "Trainer(limit_train_batches=...) has no meaning for rounds: use the method's epochs or batch_size, or the "
+            "DataModule's fraction or limit."
+        )
+    for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+        if 0 < (value := getattr(trainer, name)) < 1:
+            raise FederationError(
+                f"Trainer({name}={value}) would be a part of the groups in which clients are evaluated: name the "
+                "clients by the DataModule's eval_only, or set it to 0 for no evaluation."
+            )
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse half precision, which needs what local training does not have."""
+    if str(precision).startswith(("16", "transformer")):
+        raise FederationError(
+            f"precision={precision!r} needs a gradient scaler, which local training does not have: "
+            "use 32-true, 64-true, bf16-mixed or bf16-true."
+        )
 
 
 def check_data(trainer: Trainer) -> Federation:
     """The federation of the Trainer's DataModule, or a sentence that says what is missing."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     federation = getattr(data, "federation", None)
+    if isinstance(federation, Federation):
+        check_monitors(trainer, federation)
     if not isinstance(federation, Federation) or not callable(getattr(data, "cohort", None)):
         given = "no DataModule" if data is None else type(data).__name__
         raise FederationError(
@@ -58,6 +78,36 @@ def check_data(trainer: Trainer) -> Federation:
             "fl_lightning.datamodules as Trainer.fit(method, datamodule)."
         )
     return federation
+
+
+def check_monitors(trainer: Trainer, federation: Federation) -> None:
+    """Refuse a callback that monitors validation where nothing is held out for it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor = getattr(callback, "monitor", None)
+        if federation.val is None and isinstance(monitor, str) and monitor.startswith("val/"):
+            raise FederationError(
+                f"{type(callback).__name__} monitors {monitor!r}, but the data holds nothing out for validation: leave "
+                "val_fraction at its default, or set it greater than 0."
+            )
+
+
+def check_net_argument(method: str, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Refuse a method's first argument if it is no network.
+
+    Args:
+        method: the name of the method's class.
+        given: the constructor's arguments by place.
+        named: the constructor's arguments by name.
+    """
+    net = given[0] if given else named.get("net")
+    if net is None:
+        raise FederationError(
+            f"{method} needs a network: {method}(MLP(in_features=..., num_classes=...)), for example."
+        )
+    if isinstance(net, type):
+        raise FederationError(f"{method} needs a network, not its class: {method}({net.__name__}(...)).")
+    if not isinstance(net, nn.Module | Mapping):
+        raise FederationError(f"{method} needs a network, a torch.nn.Module, not {net!r}.")
 
 
 def check_batches(module: FederatedModule) -> None:

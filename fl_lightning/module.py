@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning import persistence, seeding
+from fl_lightning.arguments import NamedArguments, check_names
 from fl_lightning.checks import one_of
 from fl_lightning.contract import AdversarySide, ClientSide
 from fl_lightning.engine import Engine, LocalTraining, entries, make_engine
@@ -19,7 +20,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import ClientOutput, Evaluator, evaluation_setting
 from fl_lightning.exchange import Clients
 from fl_lightning.federation import Federation, Split
-from fl_lightning.lightning_checks import check_batches, check_data, check_net, check_trainer
+from fl_lightning.lightning_checks import check_batches, check_data, check_net, check_net_argument, check_trainer
 from fl_lightning.loop import FederatedLoop, Tally
 from fl_lightning.model import BufferPolicy
 from fl_lightning.nets import FedNet
@@ -35,7 +36,7 @@ SHOWN = ("train/loss", "val/acc")
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class FederatedModule(ClientSide, AdversarySide, LightningModule):
+class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule):
     """A federated method as a LightningModule: ``Trainer(max_epochs=rounds).fit(method, datamodule)``.
 
     The module holds the server's model. A client is a snapshot of this module's state: the shared entries it
@@ -125,6 +126,12 @@ class FederatedModule(ClientSide, AdversarySide, LightningModule):
         buffers_of_net = entries(self.net).keys() - dict(self.net.named_parameters()).keys()
         self.initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n in buffers_of_net}
         self.forget_net()
+
+    @classmethod
+    def check_arguments(cls, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Refuse arguments that the method does not take, and a net that is none."""
+        check_names(cls, named)
+        check_net_argument(cls.__name__, given, named)
 
     # ---- the exchange with the clients ------------------------------------------------------------------------
 

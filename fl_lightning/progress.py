@@ -44,7 +44,7 @@ class FederatedTQDMProgressBar(TQDMProgressBar):
         self._clients, self._trained = len(cohort), 0
         bar = self.train_progress_bar
         bar.initial = 0
-        bar.set_description(f"Round {round}", refresh=False)
+        bar.set_description(f"Round {round + 1}", refresh=False)
         bar.reset(total=len(cohort))
 
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
@@ -128,9 +128,9 @@ class FederatedRichProgressBar(RichProgressBar):
         return [mean if isinstance(column, ProcessingSpeedColumn) else column for column in columns]
 
     def _describe(self, round: int) -> str:
-        """``Round 3/99``, as wide as the validation bar's description so that the bars stay aligned."""
-        last = f"/{self.trainer.max_epochs - 1}" if self.trainer.max_epochs not in (None, -1) else ""
-        return f"Round {round}{last}".ljust(len(self.validation_description))
+        """``Round 3/100``, as wide as the validation bar's description so that the bars stay aligned."""
+        last = f"/{self.trainer.max_epochs}" if self.trainer.max_epochs not in (None, -1) else ""
+        return f"Round {round + 1}{last}".ljust(len(self.validation_description))
 
 
 class RoundProgress(ProgressBar):
@@ -190,8 +190,10 @@ class RoundProgress(ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the round's accuracy."""
-        if "val/acc" in trainer.callback_metrics and not trainer.sanity_checking:
-            self._accuracy = f"accuracy {100 * float(trainer.callback_metrics['val/acc']):.1f} %"
+        known = [split for split in ("val", "test") if f"{split}/acc" in trainer.callback_metrics]
+        if known and not trainer.sanity_checking:
+            accuracy = 100 * float(trainer.callback_metrics[f"{known[0]}/acc"])
+            self._accuracy = f"{known[0]} accuracy {accuracy:.1f} %"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The round is over."""

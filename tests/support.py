@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from fl_lightning.datamodules import FederatedDataModule, TensorFederation
+from fl_lightning.engine import Phase
+from fl_lightning.methods import FedAvg
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import MLP
 
@@ -20,10 +22,17 @@ FEATURES, CLASSES = 20, 4
 RAGGED = (40, 27, 33, 16)
 
 
+class Idle(FedAvg):
+    """FedAvg whose clients take no step."""
+
+    def phases(self) -> list[Phase]:
+        return [Phase(0, self.trainable_names)]
+
+
 def blobs(
     sizes: Sequence[int] = RAGGED, shape: tuple[int, ...] = (FEATURES,), seed: int = 0, **kwargs: Any
 ) -> TensorFederation:
-    """Gaussian classes, each client with a skew of its own and ten test samples."""
+    """Gaussian classes, each client with a skew of its own and ten test samples; nothing is held out."""
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(CLASSES, *shape, generator=generator)
     inputs, targets, train, test = [], [], [], []
@@ -38,7 +47,7 @@ def blobs(
         test.append(list(range(start + size, start + size + 10)))
         start += size + 10
     x, y = torch.cat(inputs), torch.cat(targets)
-    return TensorFederation(x, y, train=train, test=test, num_classes=CLASSES, **kwargs)
+    return TensorFederation(x, y, train=train, test=test, num_classes=CLASSES, **{"val_fraction": 0.0, **kwargs})
 
 
 def mlp(seed: int = 0, hidden: tuple[int, ...] = (16,)) -> MLP:
@@ -110,7 +119,7 @@ def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> T
         train=[list(range(start, start + size)) for start in starts],
         test=[list(range(start + size, start + size + 8)) for start in starts],
         num_classes=CLASSES,
-        **kwargs,
+        **{"val_fraction": 0.0, **kwargs},
     )
 
 

@@ -103,7 +103,7 @@ def test_global_test_set_and_held_out_validation() -> None:
     lists["test"] = [[i] for i in rest[:2]]
     rest = rest[2:]
     method = FedAvg(mlp(), lr=0.1)
-    run = fit(method, data())
+    run = fit(method, data(val_fraction=0))
     x, y = inner.inputs[rest].double(), inner.targets[rest]
     expected = (method.net(x).argmax(1) == y).double().mean()
     assert float(run.callback_metrics["val/global_acc"]) == pytest.approx(float(expected))
@@ -135,7 +135,9 @@ def test_a_net_that_normalises_by_the_batch_sees_one_client_at_a_time(kind: type
     data = blobs()
     lists: dict[str, Any] = {"train": list(data.federation.train), "test": list(data.federation.test)}
     lists["test"][1] = lists["test"][1][:3]
-    data = TensorFederation(data.federation.inputs, data.federation.targets, **lists, num_classes=CLASSES)
+    data = TensorFederation(
+        data.federation.inputs, data.federation.targets, **lists, num_classes=CLASSES, val_fraction=0
+    )
     method = kind(Unmoved(), lr=0.1)
     fit(method, data, rounds=1)
     expected = torch.tensor([by_hand(method, data, client)[1] for client in range(4)])
@@ -149,7 +151,7 @@ def test_own_labelling_counts_in_evaluation() -> None:
     inner = blobs((40, 40)).federation
     maps = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
     lists: dict[str, Any] = {"train": list(inner.train), "test": list(inner.test)}
-    data = TensorFederation(inner.inputs, inner.targets, **lists, label_maps=maps, num_classes=CLASSES)
+    data = TensorFederation(inner.inputs, inner.targets, **lists, label_maps=maps, num_classes=CLASSES, val_fraction=0)
     method = Local(mlp(), lr=0.3, epochs=10, batch_size=8)
     run = fit(method, data, rounds=5)
     assert run.callback_metrics["val/acc"] > 0.8

@@ -19,7 +19,7 @@ from fl_lightning.methods import FedAvg, FedProx, Local
 from fl_lightning.nets import MLP, LeNet5, LeNetBN
 from fl_lightning.optim import FedAdam
 from fl_lightning.parties import Me, Reply
-from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
+from tests.support import Idle, blobs, fit, largest_difference, mlp, trainer, weights
 
 
 class Poisoned(FedAvg):
@@ -137,7 +137,7 @@ def test_checkpoints_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
     [
         (lambda: FedAvg(mlp(), lr=-1.0), "lr must be 0 or more"),
         (lambda: FedAvg(mlp(), lr=math.nan), "lr must be 0 or more"),
-        (lambda: FedAvg(mlp(), epochs=-1), "epochs must be 0 or more"),
+        (lambda: FedAvg(mlp(), epochs=-1), "epochs must be 1 or more"),
         (lambda: FedAvg(mlp(), batch_size=0), "batch_size must be 1 or more"),
         (lambda: FedAvg(mlp(), momentum=1.0), r"momentum must lie in \[0, 1\)"),
         (lambda: FedAvg(mlp(), weight_decay=-0.1), "weight_decay must be 0 or more"),
@@ -195,7 +195,7 @@ def test_a_client_that_takes_no_step_has_no_loss_to_count(engine: str) -> None:
         losses.append(method.summary["train/loss"])
     assert losses[0] == pytest.approx(losses[1])
     assert losses[0] > 0
-    idle = FedAvg(mlp(), epochs=0, engine=engine)
+    idle = Idle(mlp(), engine=engine)
     fit(idle, blobs(), rounds=1)
     assert math.isnan(idle.summary["train/loss"])
 

@@ -39,7 +39,16 @@ def images(
     targets = torch.from_numpy(rng.integers(0, classes, int(bounds[-1])))
     mean, std = torch.full((shape[0], 1, 1), 127.0), torch.full((shape[0], 1, 1), 74.0)
     return TensorFederation(
-        inputs, targets, train=train, test=test, num_classes=classes, mean=mean, std=std, fraction=fraction, seed=0
+        inputs,
+        targets,
+        train=train,
+        test=test,
+        num_classes=classes,
+        mean=mean,
+        std=std,
+        fraction=fraction,
+        seed=0,
+        val_fraction=0,
     )
 
 

@@ -14,6 +14,7 @@ from fl_lightning.callbacks.inversion import ModelInversionCallback
 from fl_lightning.callbacks.leakage import GradientLeakageCallback
 from fl_lightning.callbacks.ledger import LedgerCallback
 from fl_lightning.callbacks.membership import MembershipInferenceCallback
+from fl_lightning.callbacks.predictions import PredictionWriter
 from fl_lightning.callbacks.record import RunRecord
 from fl_lightning.progress import (
     FederatedRichProgressBar,
@@ -40,6 +41,7 @@ __all__ = [
     "MembershipInferenceCallback",
     "ModelInversionCallback",
     "ParameterBiasCallback",
+    "PredictionWriter",
     "RoundProgress",
     "RunRecord",
     "SignalsCallback",

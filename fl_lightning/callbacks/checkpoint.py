@@ -14,6 +14,10 @@ from fl_lightning.signals import STOPS, alone
 WHOLE = (*STOPS, RankError)
 
 
+#: The metric of the best round, where data is held out for validation.
+MONITOR = "val/acc"
+
+
 class FederatedCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint whose ``last.ckpt`` always is the last round, also where the best one is an earlier.
 
@@ -22,16 +26,25 @@ class FederatedCheckpoint(ModelCheckpoint):
     without validation has ``last.ckpt`` alone.
 
     Args:
-        monitor: the metric that decides which round is the best.
+        monitor: the metric that decides which round is the best; None takes ``val/acc`` where data is held out for
+            validation, and keeps the last round alone where none is.
         mode: ``max`` or ``min``.
         filename: name of the best round's file.
         kwargs: further arguments of ModelCheckpoint.
     """
 
     def __init__(
-        self, monitor: str | None = "val/acc", mode: str = "max", filename: str | None = "best", **kwargs: Any
+        self, monitor: str | None = None, mode: str = "max", filename: str | None = "best", **kwargs: Any
     ) -> None:
-        super().__init__(monitor=monitor, mode=mode, filename=filename, **{"save_last": True, **kwargs})
+        super().__init__(monitor=monitor or MONITOR, mode=mode, filename=filename, **{"save_last": True, **kwargs})
+        self._chosen = monitor is not None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep the last round alone where nothing is held out to choose the best one by."""
+        federation = getattr(getattr(trainer, "datamodule", None), "federation", None)
+        if not self._chosen and federation is not None and federation.val is None:
+            self.monitor, self.save_top_k = None, 0
+        super().setup(trainer, pl_module, stage)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the round, unless it was saved after its validation."""

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ from fl_lightning.errors import FederationError
 FILE, FORMAT = "run.json", 1
 #: The file that the curves are added to, one line per round.
 CURVES = "curves.jsonl"
+#: What is read of it, and of which type it is.
+KEYS: dict[str, tuple[type, ...]] = {
+    **{name: (dict,) for name in ("settings", "curves", "clients", "groups")},
+    **{name: (int, float, NoneType) for name in ("rounds", "seconds", "steps", "parameters")},
+    "engine": (str, NoneType),
+    "bytes": (list, NoneType),
+}
 #: Seconds between two writings while a run goes on, and how many times as long as one takes at least.
 EVERY, SHARE = 10.0, 50.0
 #: Arguments of a DataModule that are no settings of the experiment, or told elsewhere.
@@ -129,7 +137,8 @@ class RunRecord(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what every client scored and what the round has logged so far."""
-        scores = getattr(getattr(pl_module, "evaluator", None), "scores", {}).get("val")
+        known = getattr(getattr(pl_module, "evaluator", None), "scores", {})
+        scores = known.get("val", known.get("test"))  # of a round: where nothing is held out, on test samples
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         if scores is not None:
@@ -343,4 +352,10 @@ def read_record(path: Path) -> dict[str, Any]:
         raise FederationError(f"{path} cannot be read: run the fit again.") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise FederationError(f"{path} is not a record of a run in format {FORMAT}: run the fit again.")
+    missing = [key for key, kind in KEYS.items() if key not in found or not isinstance(found[key], kind)]
+    missing += [
+        f"clients.{key}" for key in ("rounds", "accuracy") if "clients" not in missing and key not in found["clients"]
+    ]
+    if missing:
+        raise FederationError(f"{path} has no {missing[0]}, as a record of a run has: run the fit again.")
     return found

@@ -7,7 +7,6 @@ import importlib
 import os
 import sys
 import traceback
-import warnings
 from typing import NamedTuple
 
 
@@ -31,7 +30,7 @@ COMMANDS = {
     "partitions": Command("fl_lightning.cli.lists", "list all partitions, one line each"),
     "tables": Command("fl_lightning.cli.lists", "list all published tables that can be run again"),
     "bench": Command("fl_lightning.cli.bench", "speed of this machine, as a ratio to a plain PyTorch loop"),
-    "demo": Command("fl_lightning.cli.demo", "fit three methods on small data, in about a minute"),
+    "demo": Command("fl_lightning.cli.demo", "training alone, one model for all, a model for each: about a minute"),
     "completion": Command("fl_lightning.cli.completion", "print a script for the shell's tab key"),
 }
 
@@ -78,7 +77,6 @@ def usage() -> str:
 
 
 def _run(arguments: list[str]) -> None:
-    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning 2.6 with newer torch
     command = importlib.import_module(COMMANDS[arguments[0]].module)
     try:
         command.main(arguments)
@@ -87,6 +85,8 @@ def _run(arguments: list[str]) -> None:
     except KeyboardInterrupt as stop:
         print(f"fl-lightning: {stop or 'Stopped.'}", file=sys.stderr)
         raise SystemExit(130) from None
+    except SystemExit as end:  # Lightning ends with 1 after Ctrl-C
+        raise SystemExit(130 if isinstance(end.__context__, KeyboardInterrupt) else end.code) from None
     except Exception as error:
         sentence = _sentence(error)
         if sentence is None:

@@ -107,7 +107,8 @@ def _strings(parser: Any) -> list[str]:
 
 def _class_options(option: str, choices: dict[str, list[str]]) -> list[str]:
     """Arguments of all classes that an option chooses among."""
-    from fl_lightning.cli.parsing import CHOICES, known, parameters
+    from fl_lightning.arguments import parameters
+    from fl_lightning.cli.parsing import CHOICES, known
 
     base = CHOICES[option.removeprefix("--")][1]
     return [f"{option}.{name}" for kind in [*known(base), base] for name in parameters(kind)]

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 import sys
 import warnings
 from typing import Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 
 import fl_lightning.methods
 import fl_lightning.optim  # noqa: F401
-from fl_lightning.callbacks import FederatedCheckpoint, RoundProgress, RunRecord
+from fl_lightning.callbacks import FederatedCheckpoint, PredictionWriter, RoundProgress, RunRecord
 from fl_lightning.cli.names import resolve
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.resume import newest
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import FederationError
+from fl_lightning.lightning_checks import check_precision
 from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
 from fl_lightning.process import wanted
 
 #: The largest seed.
 SEEDS = 2**32 - 1
+#: Processes on a core; more of them are a slip.
+MOST_PER_CORE = 4
 
 
 class FederatedCLI(LightningCLI):
@@ -33,6 +41,8 @@ class FederatedCLI(LightningCLI):
     One seed decides everything: ``--seed_everything`` (0 unless given) is that of the initial weights, the partition,
     the cohorts and the clients' streams.
     """
+
+    _data: FederatedDataModule | None = None
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         super().__init__(
@@ -75,15 +85,39 @@ class FederatedCLI(LightningCLI):
         parser.add_argument(
             "--dry_run", action="store_true", help="print clients, steps, bytes and estimated time, and stop"
         )
-        parser.link_arguments("data.num_classes", "model.init_args.net.init_args.num_classes", apply_on="instantiate")
+        parser.add_argument(
+            "--use", metavar="FILE.py", help="find classes of your own in a file or module by their names"
+        )
+        target = "model.init_args.net.init_args.num_classes"
+        parser.link_arguments("data", target, compute_fn=self._note_data, apply_on="instantiate")
+
+    def _note_data(self, data: FederatedDataModule) -> int:
+        """The number of classes; the data is noted for what else a net may take from it."""
+        self._data = data
+        return data.num_classes
+
+    def _add_instantiators(self) -> None:
+        """Make nets to the measure of the data."""
+        super()._add_instantiators()
+        self.parser.add_instantiator(self._make_net, FedNet)
+
+    def _make_net(self, kind: type[FedNet], *args: Any, **given: Any) -> FedNet:
+        """A net whose arguments that are left at their defaults are those of the data."""
+        usual = inspect.signature(kind).parameters
+        data = {} if self._data is None else self._data.net_arguments
+        fitting = {name: value for name, value in data.items() if name in usual and name in given}
+        unset = {name: value for name, value in fitting.items() if given[name] == usual[name].default}
+        return kind(*args, **{**given, **unset})
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         """One view of progress for everyone who has not chosen another, and a checkpoint of the last round."""
+        check_precision(config.get("precision"))  # on a CPU Lightning would take another one
+        if config.get("logger") in (None, True) and not config.get("default_root_dir"):
+            config |= {"logger": TensorBoardLogger("runs", type(self.model).__name__)}
         given = config.get("callbacks") or []
-        given = given if isinstance(given, list) else [given]
-        chosen = any(isinstance(callback, ProgressBar) for callback in given)
-        if config.get("enable_checkpointing") is not False and not any(isinstance(c, Checkpoint) for c in given):
+        if config.get("enable_checkpointing") is not False and not _has(given, Checkpoint):
             callbacks = [*callbacks, FederatedCheckpoint()]
+        chosen = _has(given, ProgressBar)
         if self._get(self.config, "quiet") or self._get(self.config, "dry_run"):
             config |= {"enable_progress_bar": False, "enable_model_summary": False}
             warnings.simplefilter("ignore", PossibleUserWarning)
@@ -91,18 +125,38 @@ class FederatedCLI(LightningCLI):
                 logging.getLogger(name).setLevel(logging.WARNING)
         elif config.get("enable_progress_bar") is not False and not chosen:
             callbacks = [*callbacks, RoundProgress()]
-        return super()._instantiate_trainer(config, callbacks)
+        if self.subcommand == "predict" and not _has(given, PredictionWriter):
+            callbacks = [*callbacks, PredictionWriter()]
+        trainer = super()._instantiate_trainer(config, callbacks)
+        cores = os.cpu_count() or 1
+        if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > MOST_PER_CORE * cores:
+            raise FederationError(
+                f"--trainer.devices={trainer.num_devices} would start as many processes on {cores} cores: set it to "
+                f"{cores} or less, or leave it out."
+            )
+        return trainer
 
     def fit(self, model: FederatedModule, datamodule: Any = None, **kwargs: Any) -> None:
         """Train, or say what training would take."""
         if not self._get(self.config, "dry_run"):
             self.trainer.fit(model, datamodule=datamodule, **kwargs)
+            self._say_where()
             return
         from fl_lightning.cli.plan import plan
 
         options = {name: self._get(self.config, f"trainer.{name}") for name in ("accelerator", "devices", "precision")}
         rounds = self._get(self.config, "trainer.max_epochs")
         print("\n".join(plan(model, datamodule, rounds, **options).lines()))
+
+    def _say_where(self) -> None:
+        """Name the folder of the run, and the checkpoint to go on from."""
+        folder = self.trainer.log_dir
+        if folder is None or self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
+            return
+        saver: Any = self.trainer.checkpoint_callback
+        path = saver and (saver.last_model_path or saver.best_model_path)
+        if not self._get(self.config, "quiet"):
+            print(f"The run is in {folder}" + (f"; test it with --ckpt_path {os.path.relpath(path)}" if path else ""))
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Refuse to try what cannot be tried."""
@@ -122,6 +176,11 @@ class FederatedCLI(LightningCLI):
         if path is not None:
             print(f"fl-lightning: going on from {path}.", file=sys.stderr)
             self.config_init["fit"]["ckpt_path"] = str(path)
+
+
+def _has(given: Any, kind: type[Callback]) -> bool:
+    """Whether a callback of a kind is among those that were given."""
+    return any(isinstance(callback, kind) for callback in (given if isinstance(given, list) else [given]))
 
 
 def check_named(checkpoint: str | None, goes_on: bool = False) -> None:

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from types import ModuleType
 
 from fl_lightning.errors import FederationError
+
+#: What a newcomer wants to know of a method before its formulas.
+METHODS = {
+    "APFL": "Each client mixes a model of its own with the shared one, by a share that it learns",
+    "FedAvg": "One model for all: clients train it on their own data, the server averages the results",
+    "FedBPS": "Each client keeps the parameters that differ most between clients and shares the others",
+    "FedCluster": "One model that visits groups of clients, one after the other",
+    "FedDAF": "FedAvg that weighs clients by what their normalisation layers say of their data",
+    "FedGN": "FedAvg with group normalisation instead of batch normalisation",
+    "FedGroup": "Clients are grouped once, by their first updates; every group has a model",
+    "FedMA": "FedAvg that first brings the hidden units of all clients into a common order",
+    "FedPer": "The last layers stay with the client, the others are shared",
+    "FedProx": "FedAvg that holds clients near the model they received",
+    "FeSEM": "Clients are grouped in every round, by their weights; every group has a model",
+    "IFCA": "Several models; each client trains the one that fits its data best",
+    "LGFedAvg": "The first layers stay with the client, the others are shared",
+    "Local": "Nothing is sent: each client trains alone, for comparison",
+    "PFedMe": "Each client has a model of its own that is held near the shared one",
+    "QFFL": "FedAvg that gives more weight to clients with a high loss, for fairness",
+    "SCAFFOLD": "FedAvg whose clients correct their steps for how their data differ",
+    "WAFFLe": "Clients share a dictionary of weight factors and choose privately among them",
+    "WAFFLEAvg": "SCAFFOLD that weighs clients by how near their updates are to one client's",
+    "WAFFLeL1": "WAFFLe with real scores and an L1 penalty, an ablation",
+    "WeightErosion": "FedAvg for one client; others lose weight as their updates differ from its own",
+}
 
 
 def exported(module: ModuleType, base: type) -> dict[str, type]:
@@ -22,7 +48,18 @@ def exported(module: ModuleType, base: type) -> dict[str, type]:
 def first_line(kind: type) -> str:
     """What a class is in one line: the first sentence of its docstring."""
     text = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
-    return text.partition(". ")[0].rstrip(".:")
+    return plain(text.partition(". ")[0].rstrip(".:"))
+
+
+def plain(text: str) -> str:
+    r"""A line of a docstring without its markup.
+
+    Example:
+        >>> plain("Made of :func:`~fl_lightning.nets.group_norm` and ``eta`` (docs/partitions.md)")
+        'Made of group_norm and eta'
+    """
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
+    return re.sub(r" ?\(docs/[\w/.]+\)|``?", "", text)
 
 
 def methods() -> dict[str, str]:
@@ -30,7 +67,7 @@ def methods() -> dict[str, str]:
     import fl_lightning.methods as package
     from fl_lightning.module import FederatedModule
 
-    return {name: first_line(kind) for name, kind in exported(package, FederatedModule).items()}
+    return {name: METHODS.get(name) or first_line(kind) for name, kind in exported(package, FederatedModule).items()}
 
 
 def partitions() -> dict[str, str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
+import traceback
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -14,6 +17,10 @@ from fl_lightning.errors import FederationError
 
 #: Modules that ``--use`` has imported: their classes have short names too.
 USED: list[str] = []
+#: Entries of a configuration, repetitions written out.
+MOST = 100_000
+#: Keys of a class in a configuration.
+CLASS = {"class_path", "init_args", "dict_kwargs"}
 
 
 def resolve(arguments: list[str]) -> list[str]:
@@ -52,8 +59,19 @@ def use(name: str) -> None:
                 sys.path.insert(0, folder)
         USED.append(name)
         importlib.import_module(name)
-    except ImportError as error:
-        raise FederationError(f"{path} cannot be used: {error}.") from error
+    except Exception as error:  # whatever the user's code does
+        where = f" in line {line}" if (line := _line(error, path)) else ""
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise FederationError(f"{path} cannot be used: {type(error).__name__}{where}: {reason}.") from error
+
+
+def _line(error: Exception, path: Path) -> int | None:
+    """The line of a file in which an error was raised, the last one if there are several."""
+    if isinstance(error, SyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    return lines[-1] if lines else None
 
 
 def packaged() -> dict[str, str]:
@@ -68,7 +86,10 @@ def _config(value: str) -> str:
             f"--config takes a YAML file, or the name of one of the library's: {', '.join(packaged())}."
         )
     if not Path(value).exists():
-        return packaged().get(value.removesuffix(".yaml"), value)
+        found = packaged().get(value.removesuffix(".yaml"))
+        if found is None:
+            raise FederationError(f"There is no file {value}, and the library's own are: {', '.join(packaged())}.")
+        return found
     if Path(value).is_file():
         _check(Path(value))
     return value
@@ -84,3 +105,32 @@ def _check(path: Path) -> None:
         raise FederationError(f"{path} cannot be read as YAML{where}: {problem or error}.") from error
     if not isinstance(found, dict):
         raise FederationError(f"{path} holds no settings: fl-lightning fit --print_config shows what they look like.")
+    if _size(found, {}) > MOST:
+        raise FederationError(f"{path} says the same over and over (YAML's anchors): write it out, or shorten it.")
+    _check_classes(found, str(path), "")
+
+
+def _size(value: Any, known: dict[int, float]) -> float:
+    """How many entries a value has when every repetition is written out; infinite where it holds itself."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf
+        parts = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(value)]
+
+
+def _check_classes(value: Any, path: str, place: str) -> None:
+    """Refuse options that stand beside a class's init_args and not in them."""
+    if isinstance(value, list):
+        for number, part in enumerate(value):
+            _check_classes(part, path, f"{place}[{number}]")
+    if not isinstance(value, dict):
+        return
+    stray = sorted(map(str, value.keys() - CLASS)) if "class_path" in value else []
+    if stray:
+        name = str(value["class_path"]).rpartition(".")[2]
+        raise FederationError(f"{path} has {place}.{stray[0]}, an option of {name}: move it under {place}.init_args.")
+    for key, part in value.items():
+        _check_classes(part, path, f"{place}.{key}".lstrip("."))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
+from fl_lightning.arguments import nearest, parameters
 from fl_lightning.cli.names import USED
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.datamodules.partitions import PartitionScheme
@@ -71,7 +71,7 @@ def explain(message: str, options: Iterable[str] = ()) -> str:
     reasons = [line.removeprefix("- ").rstrip(".") for line in lines if line and not _FRAME.match(line)]
     reason = _wanted(reasons, message) or _plain(reasons[0] if reasons else " ".join(message.split()), option, classes)
     wrong = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", reason)
-    reason += _nearest(wrong[1], options).rstrip(".") if wrong else ""
+    reason += nearest(wrong[1], options).rstrip(".") if wrong else ""
     if reason.endswith("?"):
         return f"{option}: {reason}" if option else reason
     return f"{option}: {reason}." if option else f"{reason}."
@@ -84,15 +84,17 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
         return _unknown(next(filter(None, unknown.groups())), *CHOICES[kind])
     if unknown and kind in OTHERS:
         name, (noun, base) = next(filter(None, unknown.groups())), OTHERS[kind]
-        near = _nearest(name, names(base, ("lightning.pytorch", "torch.optim")))
+        near = nearest(name, names(base, ("lightning.pytorch", "torch.optim")))
         return f"there is no {noun} {name!r}{near or '; give the import path of its class'}"
+    if re.search(r"required: net$|[Kk]ey \"net\" is required", reason):
+        return f"a method needs a network: add --model.net, one of {', '.join(sorted(names(FedNet)))}"
     refused = re.search(r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)", reason)
     if refused:
         every = [kind for _, base in (*CHOICES.values(), *OTHERS.values()) for kind in known(base)]
         kinds = [kind for kind in every if kind.__name__ in classes[-1:]] or every
         options = dict.fromkeys(name for kind in kinds for name in parameters(kind))
         options.pop(refused[1], None)  # another class has it
-        hint = _nearest(refused[1], options)
+        hint = nearest(refused[1], options)
         return (f"{classes[-1]} has no option {refused[1]!r}" if classes else reason) + hint
     return reason
 
@@ -111,30 +113,12 @@ def _wanted(reasons: Sequence[str], message: str) -> str:
     return f"expected {' or '.join(told)}, not {given[1].rstrip('.')!r}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean ...?``, or nothing where nothing is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _unknown(name: str, noun: str, base: type) -> str:
     known = sorted(names(base))
     lower = {kind.lower(): kind for kind in known}
     near = difflib.get_close_matches(name.lower(), lower, n=1)
     hint = f"did you mean {lower[near[0]]}? There are" if near else "choose one of"
     return f"there is no {noun} {name!r}; {hint} {', '.join(known)}"
-
-
-def parameters(kind: type) -> list[str]:
-    """Names of a class's constructor arguments, those that it passes on to its bases included."""
-    found = dict.fromkeys(
-        name
-        for part in kind.__mro__
-        if "__init__" in vars(part) and part.__module__.startswith(_modules())
-        for name, parameter in inspect.signature(part.__init__).parameters.items()  # type: ignore[misc]
-        if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    )
-    return list(found)
 
 
 def names(base: type, more: tuple[str, ...] = ()) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +16,20 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from fl_lightning import seeding
+from fl_lightning import arguments, seeding
 from fl_lightning.datamodules.loaders import ClientChunks, Tick
 from fl_lightning.datamodules.manifest import Manifest
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, hash_tensors
-from fl_lightning.datamodules.partitions.deal import local_split
+from fl_lightning.datamodules.partitions.deal import by_class
 from fl_lightning.datamodules.partitions.iid import IID
 from fl_lightning.errors import FederationError
-from fl_lightning.federation import Augment, ClientIndex, Federation
+from fl_lightning.federation import Augment, ClientIndex, Federation, Split
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+#: The part of every client's training samples that is held out unless another is asked for.
+HELD_OUT = 0.2
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Samples:
         return Samples(self.inputs[index], self.targets[index], size, users)
 
 
-class FederatedDataModule(LightningDataModule, ABC):
+class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
     """Samples dealt to clients, for a stock ``Trainer``.
 
     Subclasses say what the samples are (:meth:`load`) and set ``num_classes``, ``input_shape`` and, for inputs that are
@@ -71,7 +76,9 @@ class FederatedDataModule(LightningDataModule, ABC):
     Args:
         partition: how samples are dealt to clients; ten IID clients unless given.
         fraction: share of the clients that trains in a round, 0 < fraction <= 1.
-        val_fraction: part of each client's training samples that is held out for validation.
+        val_fraction: part of each client's training samples that is held out for validation, by class; a client with
+            one sample keeps it and is not validated. A fifth unless given. 0 holds nothing out: clients are then scored
+            on their test samples after a round, and nothing may be chosen by that.
         seed: decides the partition and who trains when; unless given, the seed of ``seed_everything``, else 0.
         eval_clients: clients evaluated in one batch.
         eval_only: the clients that are evaluated, and nothing else; None means all of them and the global test set.
@@ -91,7 +98,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self,
         partition: PartitionScheme | None = None,
         fraction: float = 1.0,
-        val_fraction: float = 0.0,
+        val_fraction: float | None = None,
         seed: int | None = None,
         eval_clients: int = 100,
         augment: bool = False,
@@ -100,12 +107,17 @@ class FederatedDataModule(LightningDataModule, ABC):
         eval_only: list[int] | None = None,
     ) -> None:
         super().__init__()
+        _check_scheme(partition)
+        val_fraction = HELD_OUT if val_fraction is None else val_fraction
+        for name, value in (("fraction", fraction), ("val_fraction", val_fraction)):
+            arguments.real(name, value)
         if not 0 < fraction <= 1:
             raise FederationError(f"fraction must be greater than 0 and at most 1, not {fraction}: 0.1 is usual.")
         if not 0 <= val_fraction < 1:
-            raise FederationError(f"val_fraction must be at least 0 and below 1, not {val_fraction}: 0.1 is usual.")
-        if eval_clients < 1:
-            raise FederationError(f"eval_clients must be at least 1, not {eval_clients}.")
+            raise FederationError(f"val_fraction must be at least 0 and below 1, not {val_fraction}: 0.2 is usual.")
+        arguments.whole("eval_clients", eval_clients, 1)
+        if limit is not None:
+            arguments.whole("limit", limit, 1)
         self.manifest = None if manifest is None else Manifest.read(manifest)
         self.partition = partition if partition or self.manifest else IID()
         self.fraction = fraction
@@ -114,8 +126,6 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.eval_clients = eval_clients
         self.eval_only = eval_only
         self.augment = augment
-        if limit is not None and limit < 1:
-            raise FederationError(f"limit must be at least 1, not {limit}: leave it out to use all samples.")
         self.limit = limit
         if augment and self.augmentation() is None:
             raise FederationError(f"{type(self).__name__} has no augmentation: leave augment off.")
@@ -147,12 +157,46 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def setup(self, stage: str | None = None) -> None:
         """Build the federation; later calls change nothing."""
+        module = getattr(self.trainer, "lightning_module", None)
+        if module is not None and not hasattr(module, "cohort"):
+            kind = type(module).__name__
+            raise FederationError(
+                f"{kind} is not a federated method, and {type(self).__name__} gives it clients rather than batches: "
+                f"train federate({kind}(...)), or {kind} on Pooled({type(self).__name__}(...))."
+            )
         _ = self.federation
+
+    def __repr__(self) -> str:
+        """The data, the settings that are not as usual, and who has how much once that is known."""
+        dealt = self.manifest.scheme_call if self.manifest and self.partition is None else self.partition
+        usual = {"fraction": 1.0, "val_fraction": HELD_OUT, "limit": None, "augment": False}
+        settings = [f"partition={dealt or 'own indices'}", f"seed={self.seed}"]
+        settings += [f"{name}={getattr(self, name)}" for name in usual if getattr(self, name) != usual[name]]
+        text = f"{type(self).__name__}({', '.join(settings)})"
+        if "federation" not in vars(self):
+            return text
+        fed = self.federation
+        parts = {"training": fed.train, "validation": fed.val, "test": fed.test}
+        sizes = [f"{len(index.flat):,} {name}" for name, index in parts.items() if index is not None]
+        return f"{text}: {fed.num_clients:,} clients with {', '.join(sizes)} samples"
+
+    __str__ = __repr__
+
+    @property
+    def net_arguments(self) -> dict[str, int]:
+        """Arguments that a net may take from this data, by the names under which the library's nets have them."""
+        shape = self.input_shape
+        return {
+            "in_features": math.prod(shape),
+            "num_classes": self.num_classes,
+            **({"in_channels": shape[0]} if len(shape) == 3 else {}),
+        }
 
     @cached_property
     def samples(self) -> Samples:
         """The samples as stored: all, or as many as ``limit`` says."""
         loaded = self.load()
+        _check_samples(loaded, type(self).__name__)
         if self.limit is None or self.limit >= len(loaded.targets):
             return loaded
         return loaded.some(self.limit, seeding.stream(self.seed, "limit"))
@@ -166,10 +210,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     def federation(self) -> Federation:
         """Everything a run needs to know of the data."""
         part = self.dealt
-        train, val = part.train, None
-        if self.val_fraction:
-            rng = seeding.stream(self.seed, "validation")
-            train, val = local_split(train.flat.numpy(), train.sizes.numpy(), self.val_fraction, rng)
+        train, val = self._hold_out(part.train)
         return Federation(
             inputs=self.encode(self.samples, train),
             targets=self.samples.targets,
@@ -184,6 +225,23 @@ class FederatedDataModule(LightningDataModule, ABC):
             augment=self.augmentation() if self.augment else None,
             meta=self.client_meta(part),
         )
+
+    def _hold_out(self, train: ClientIndex) -> tuple[ClientIndex, ClientIndex | None]:
+        """Clients' training samples and what is held out of them; None, with a warning, where that is nothing."""
+        reason = "val_fraction=0 holds nothing out"
+        if self.val_fraction:
+            rows, sizes, labels = train.flat.numpy(), train.sizes.numpy(), self.samples.targets.numpy()
+            seed = self.seed if self.manifest is None else self.manifest.seed
+            kept, held = by_class(rows, sizes, labels, self.val_fraction, seeding.stream(seed, "validation"))
+            if len(held.flat):
+                return kept, held
+            reason = "No client has a sample to spare for validation"
+        warnings.warn(
+            f"{reason}: clients are scored on their test samples after every round; do not choose settings, rounds or "
+            "checkpoints by that.",
+            stacklevel=2,
+        )
+        return train, None
 
     @cached_property
     def data_hash(self) -> str:
@@ -240,17 +298,46 @@ class FederatedDataModule(LightningDataModule, ABC):
         return Tick()
 
     def val_dataloader(self) -> ClientChunks:
-        """All clients or ``eval_only``, ``eval_clients`` at a time."""
+        """Clients that have validation samples (test samples where nothing is held out), ``eval_clients`` at a time."""
+        return self._chunks("val")
+
+    def test_dataloader(self) -> ClientChunks:
+        """All clients or ``eval_only``."""
+        return self._chunks("test")
+
+    def predict_dataloader(self) -> ClientChunks:
+        """As in a test."""
+        return self._chunks("test")
+
+    def _chunks(self, split: Split) -> ClientChunks:
+        """The clients to evaluate on a split: those that have samples there, of all or of ``eval_only``."""
         everyone = range(self.federation.num_clients)
         strangers = sorted(set(self.eval_only or ()) - set(everyone))
         if strangers or self.eval_only == []:
             raise FederationError(f"eval_only must name some of the clients 0 to {everyone[-1]}, not {strangers}.")
-        return ClientChunks(everyone if self.eval_only is None else sorted(set(self.eval_only)), self.eval_clients)
+        chosen = everyone if self.eval_only is None else sorted(set(self.eval_only))
+        sizes = self.federation.index(split).sizes
+        return ClientChunks([client for client in chosen if sizes[client]], self.eval_clients)
 
-    def test_dataloader(self) -> ClientChunks:
-        """As in validation."""
-        return self.val_dataloader()
 
-    def predict_dataloader(self) -> ClientChunks:
-        """As in validation."""
-        return self.val_dataloader()
+def _check_scheme(partition: Any) -> None:
+    """Refuse what is no partition scheme, above all the name or the class of one."""
+    if partition is None or isinstance(partition, PartitionScheme):
+        return
+    made = getattr(partition, "__name__", partition)
+    hint = f"{made}(clients=10, ...)" if isinstance(made, str) else "Unimodal(clients=10, classes_per_client=2)"
+    raise FederationError(f"partition must be a scheme with its settings, such as {hint}, not {partition!r}.")
+
+
+def _check_samples(samples: Samples, name: str) -> None:
+    """Refuse samples without labels or the other way round, and inputs that are no numbers."""
+    inputs, targets = samples.inputs, samples.targets
+    if len(inputs) != len(targets) or not len(targets):
+        raise FederationError(f"{name} has {len(inputs)} inputs and {len(targets)} targets: each needs the other.")
+    if inputs.is_floating_point():
+        bad = torch.nonzero(~torch.isfinite(inputs.flatten(1) if inputs.dim() > 1 else inputs[:, None]).all(1))
+        if len(bad):
+            raise FederationError(
+                f"{len(bad)} of the {len(inputs)} inputs of {name} (the first is sample {int(bad[0])}) hold NaN or "
+                "infinity: drop these samples or fill the values in."
+            )

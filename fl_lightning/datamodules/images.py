@@ -59,8 +59,14 @@ class ImageData(FederatedDataModule):
         """Both official splits, training rows first; fetched first if need be."""
         try:
             splits = self._splits(download=False)
-        except Exception:  # torchvision and its parsers raise about everything on files that are missing or damaged
-            splits = self._fetch()
+        except Exception as error:  # torchvision and its parsers raise about everything on missing or damaged files
+            splits = self._fetch(error)
+        for (inputs, targets), part in zip(splits, ("training", "test"), strict=True):
+            if len(inputs) != len(targets):
+                raise FederationError(
+                    f"{self._place} holds {len(inputs):,} images and {len(targets):,} labels for the {part} part: "
+                    f"remove {self.files} there and fetch them again."
+                )
         inputs, targets = (torch.cat(parts) for parts in zip(*splits, strict=True))
         return Samples(inputs, targets, train_size=len(splits[0][1]))
 
@@ -68,19 +74,30 @@ class ImageData(FederatedDataModule):
         """The official training and test splits."""
         return [self.read(train, download) for train in (True, False)]
 
-    def _fetch(self) -> list[tuple[Tensor, Tensor]]:
-        """Download and read, or say what is missing and where it belongs."""
+    @property
+    def _place(self) -> str:
+        """The folder of the files."""
+        return os.path.join(self.root, self.folder)
+
+    def _fetch(self, damage: Exception) -> list[tuple[Tensor, Tensor]]:
+        """Download and read, or say what is missing or damaged, and where it belongs."""
         reason = "download is off"
         if self.download:
             try:
                 return self._splits(download=True)
             except Exception as error:
-                reason = " ".join(str(error).split())[:200].rstrip(". ") or type(error).__name__
+                reason = _reason(error)
+        found = f": {_reason(damage)}" if os.path.isdir(self._place) else ""
         raise FederationError(
-            f"{type(self).__name__} cannot be read from {os.path.join(self.root, self.folder)} nor downloaded "
+            f"{type(self).__name__} cannot be read from {self._place}{found}, nor downloaded "
             f"({reason}): put {self.files} there, or set root (or FL_LIGHTNING_DATA) to the folder that holds "
             f"{self.folder}."
         )
+
+
+def _reason(error: Exception) -> str:
+    """An error in a few words."""
+    return " ".join(str(error).split())[:200].rstrip(". ") or type(error).__name__
 
 
 class MNIST(ImageData):

@@ -34,11 +34,11 @@ class ClientChunks:
     """
 
     def __init__(self, clients: Sequence[int], size: int) -> None:
-        self.clients = torch.tensor(list(clients))
+        self.clients = torch.tensor(list(clients), dtype=torch.int64)
         self.size = size
 
     def __len__(self) -> int:
         return -(-len(self.clients) // self.size)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.split(self.clients, self.size))
+        return iter(torch.split(self.clients, self.size)[: len(self)])

@@ -61,9 +61,9 @@ class Pooled(LightningDataModule):
         """Training samples, shuffled."""
         return self._loader("train", shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Samples]:
-        """What is held out of the training samples, else the test samples, in order."""
-        return self._loader("val")
+    def val_dataloader(self) -> DataLoader[Samples] | list[DataLoader[Samples]]:
+        """Samples that are held out of the training samples, in order; no loader where none are."""
+        return [] if self.federation.val is None else self._loader("val")
 
     def test_dataloader(self) -> DataLoader[Samples]:
         """Test samples, in order."""

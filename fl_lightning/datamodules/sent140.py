@@ -79,6 +79,11 @@ class Sent140(FederatedDataModule):
         """Rows of an embedding for these tokens: the vocabulary, padding and unknown."""
         return self.vocab_size + 2
 
+    @property
+    def net_arguments(self) -> dict[str, int]:
+        """As for every data set, and the rows of an embedding."""
+        return {**super().net_arguments, "num_embeddings": self.num_embeddings}
+
     @cached_property
     def corpus(self) -> Corpus:
         """All tweets with a class, tokenized."""

@@ -7,25 +7,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning import seeding
+from fl_lightning import arguments, seeding
 from fl_lightning.datamodules.base import FederatedDataModule, Samples
 from fl_lightning.datamodules.partitions.base import Partition, hash_tensors
 from fl_lightning.datamodules.partitions.deal import local_split
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex
 
-Indices = Sequence[Sequence[int]] | Sequence[Tensor] | ClientIndex
+Array = Tensor | NDArray[Any]
+Indices = Sequence[Sequence[int]] | Sequence[Tensor] | Sequence[NDArray[Any]] | ClientIndex
 
 
 class TensorFederation(FederatedDataModule):
-    """Own tensors, with own index lists per client or with any partition scheme.
+    """Own tensors or NumPy arrays, with own index lists per client or with any partition scheme.
 
     Args:
         inputs: all samples, shape (n, ...).
         targets: their labels, integer, shape (n,).
-        train: each client's training indices; None leaves it to ``partition``.
+        train: each client's training indices, no sample with two clients; None leaves it to ``partition``.
         test: each client's test indices; None holds a fifth of each client's ``train`` out.
         train_size: how many rows, from the first, a ``partition`` may take as official training rows; None means all.
         users: who each sample belongs to, shape (n,), for the partition ``ByUser``.
@@ -40,24 +42,24 @@ class TensorFederation(FederatedDataModule):
 
     Example:
         >>> x, y = torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 0, 1])
-        >>> data = TensorFederation(x, y, train=[[0, 1], [2, 3]], test=[[4], [5]])
+        >>> data = TensorFederation(x.numpy(), y, train=[[0, 1], [2, 3]], test=[[4], [5]])
         >>> data.federation.num_clients, data.num_classes, data.input_shape
         (2, 2, (3,))
     """
 
     def __init__(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Array,
+        targets: Array,
         train: Indices | None = None,
         test: Indices | None = None,
         train_size: int | None = None,
-        users: Sequence[Any] | Tensor | None = None,
+        users: Sequence[Any] | Array | None = None,
         num_classes: int | None = None,
-        mean: Tensor | None = None,
-        std: Tensor | None = None,
-        global_test: Sequence[int] | Tensor | None = None,
-        label_maps: Tensor | None = None,
+        mean: Array | None = None,
+        std: Array | None = None,
+        global_test: Sequence[int] | Array | None = None,
+        label_maps: Array | None = None,
         meta: Mapping[str, Sequence[Any]] | None = None,
         transform: Augment | None = None,
         **kwargs: Any,
@@ -66,8 +68,14 @@ class TensorFederation(FederatedDataModule):
         super().__init__(**kwargs)
         if train is not None:
             self.partition = None
-        if len(inputs) != len(targets) or not len(targets):
-            raise FederationError(f"There are {len(inputs)} inputs and {len(targets)} targets: each needs the other.")
+        given = {"mean": mean, "std": std, "label_maps": label_maps, "global_test": global_test}
+        found = {name: None if value is None else arguments.tensor(name, value) for name, value in given.items()}
+        inputs, targets = arguments.tensor("inputs", inputs), arguments.tensor("targets", targets)
+        if inputs.dim() < 1 or len(inputs) != len(targets) or not len(targets):
+            raise FederationError(
+                f"There are {len(inputs) if inputs.dim() else 'no'} inputs and {len(targets)} targets: each needs the "
+                "other."
+            )
         if targets.dim() != 1 or (targets.is_floating_point() and not torch.equal(targets, targets.round())):
             raise FederationError(
                 "targets must be one whole number for each sample, the number of its class, not "
@@ -80,14 +88,15 @@ class TensorFederation(FederatedDataModule):
         if train is not None and kwargs.get("limit") is not None:
             raise FederationError("limit chooses among all samples: leave it out where index lists already do.")
         self.inputs, self.targets = inputs, targets.long()
-        self.train_size, self.users = train_size, users
-        self.num_classes = int(self.targets.max()) + 1 if num_classes is None else num_classes
+        self.train_size, self.users = train_size, users.tolist() if isinstance(users, np.ndarray) else users
+        self.num_classes = _classes(self.targets) if num_classes is None else num_classes
         self.input_shape = tuple(inputs.shape[1:])
-        self.mean, self.std = mean, std
+        self.mean, self.std = found["mean"], found["std"]
         self._train = None if train is None else _index(train)
         self._test = None if test is None else _index(test)
-        self._global = None if global_test is None else torch.as_tensor(global_test, dtype=torch.int64)
-        self._maps, self._meta = label_maps, {k: list(v) for k, v in (meta or {}).items()}
+        self._global = None if found["global_test"] is None else found["global_test"].long()
+        self._maps = None if found["label_maps"] is None else found["label_maps"].long()
+        self._meta = {k: list(v) for k, v in (meta or {}).items()}
 
     def load(self) -> Samples:
         """The tensors as they were given."""
@@ -119,12 +128,29 @@ def _index(lists: Indices) -> ClientIndex:
     return lists if isinstance(lists, ClientIndex) else ClientIndex.of(lists)
 
 
+def _classes(targets: Tensor) -> int:
+    """Number of classes that the labels speak of, which are counted from 0."""
+    low, high = int(targets.min()), int(targets.max())
+    if low == 1:
+        raise FederationError(
+            f"Labels run from 1 to {high}, but classes are counted from 0: subtract 1, or give num_classes={high + 1} "
+            "if class 0 only happens to be missing."
+        )
+    return high + 1
+
+
 def _check(train: ClientIndex, test: ClientIndex, rest: Tensor | None, samples: int) -> None:
     """Refuse indices outside the data and samples that are both trained and tested on."""
     held = test.flat if rest is None else torch.cat((test.flat, rest))
     both = torch.cat((train.flat, held))
     if len(both) and not 0 <= int(both.min()) <= int(both.max()) < samples:
         raise FederationError(f"Indices must lie between 0 and {samples - 1}, the last of the {samples} samples.")
+    rows, counts = np.unique(train.flat.numpy(), return_counts=True)
+    if len(twice := rows[counts > 1]):
+        raise FederationError(
+            f"{len(twice)} samples (the first is {twice[0]}) are in the training lists more than once: give every "
+            "sample to one client, once."
+        )
     shared = np.intersect1d(train.flat.numpy(), held.numpy())
     if len(shared):
         raise FederationError(

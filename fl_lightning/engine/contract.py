@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -10,8 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.arguments import real, whole
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import State
+
+#: Epochs of a round, and samples of a batch; more of them are a slip.
+MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class LocalTraining:
 
     Args:
         lr: learning rate.
-        epochs: passes over the client's data per round.
+        epochs: passes over the client's data per round, 1 or more.
         batch_size: minibatch size; the last batch of a pass may be smaller.
         momentum: momentum, as in ``torch.optim.SGD``; not kept between rounds.
         weight_decay: L2 penalty, as in ``torch.optim.SGD``.
@@ -35,12 +40,14 @@ class LocalTraining:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.epochs < 0:
-            raise FederationError(f"epochs must be 0 or more, not {self.epochs}.")
-        if self.batch_size < 1:
-            raise FederationError(f"batch_size must be 1 or more, not {self.batch_size}.")
-        if not self.lr >= 0:
-            raise FederationError(f"lr must be 0 or more, not {self.lr}.")
+        whole("epochs", self.epochs, 1, MOST)
+        whole("batch_size", self.batch_size, 1, MOST)
+        for name in ("lr", "momentum", "weight_decay"):
+            real(name, getattr(self, name))
+        if self.clip_norm is not None:
+            real("clip_norm", self.clip_norm)
+        if not 0 <= self.lr < math.inf:
+            raise FederationError(f"lr must be 0 or more and finite, not {self.lr}.")
         if not 0 <= self.momentum < 1:
             raise FederationError(f"momentum must lie in [0, 1), not {self.momentum}.")
         if not self.weight_decay >= 0:

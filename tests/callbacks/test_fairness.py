@@ -30,7 +30,9 @@ def federation(**kwargs: Any) -> TensorFederation:
     inner = blobs((24, 16, 20, 24, 8, 16)).federation
     lists: dict[str, Any] = {"train": list(inner.train), "test": list(inner.test)}
     meta = kwargs.pop("meta", {"mode": MODES})
-    return TensorFederation(inner.inputs, inner.targets, **lists, num_classes=CLASSES, meta=meta, **kwargs)
+    return TensorFederation(
+        inner.inputs, inner.targets, **lists, num_classes=CLASSES, meta=meta, **{"val_fraction": 0, **kwargs}
+    )
 
 
 def by_hand(scores: torch.Tensor) -> dict[str, float]:

@@ -108,7 +108,7 @@ def plain(text: str) -> str:
 
 
 def expected(description: str) -> list[tuple[str, int, int]]:
-    return [(description.format(r), n, len(c)) for r, c in enumerate(COHORTS) for n in range(len(c) + 1)]
+    return [(description.format(r + 1), n, len(c)) for r, c in enumerate(COHORTS) for n in range(len(c) + 1)]
 
 
 def test_tqdm_counts_clients_of_each_round(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_tqdm_counts_clients_of_each_round(capsys: pytest.CaptureFixture[str]) -
     assert module.metrics == ["loss=0.125", "loss=1.120", "loss=2.120"]
     assert distinct(module.displays) == 1
     written = capsys.readouterr().out
-    for text in ("Round 0: ", " 0/3 ", " 3/3 ", "Round 1: ", " 2/2 ", "Round 2: ", " 4/4 ", "loss=2.120", "Validation"):
+    for text in ("Round 1: ", " 0/3 ", " 3/3 ", "Round 2: ", " 2/2 ", "Round 3: ", " 4/4 ", "loss=2.120", "Validation"):
         assert text in written
     assert "Epoch" not in written
     assert not re.search(r"Round[^\r\n]* 1/1 ", written)
@@ -134,17 +134,17 @@ def test_tqdm_can_leave_each_rounds_bar(capsys: pytest.CaptureFixture[str]) -> N
     assert module.seen == expected("Round {}")
     assert distinct(module.displays) == 3
     lines = capsys.readouterr().out.split("\n")
-    assert [any(f"Round {r}: 100%" in line for line in lines) for r in range(3)] == [True] * 3
+    assert [any(f"Round {r + 1}: 100%" in line for line in lines) for r in range(3)] == [True] * 3
 
 
 def test_rich_counts_clients_of_each_round() -> None:
     console = terminal()
     module = fit(FederatedRichProgressBar(console_kwargs=console))
-    assert module.seen == expected("Round {}/2")
+    assert module.seen == expected("Round {}/3")
     assert module.metrics == ["loss: 0.125", "loss: 1.125", "loss: 2.125"]
     assert distinct(module.displays) == 1
     written = plain(console["file"].getvalue())
-    assert "Round 2/2" in written
+    assert "Round 3/3" in written
     assert "4/4" in written
     assert "loss: 2.125" in written
     assert "Epoch" not in written
@@ -171,21 +171,21 @@ def test_rich_speed_is_that_of_the_whole_round() -> None:
 def test_rich_can_leave_each_rounds_bar() -> None:
     console = terminal()
     module = fit(FederatedRichProgressBar(leave=True, console_kwargs=console))
-    assert module.seen == expected("Round {}/2")
+    assert module.seen == expected("Round {}/3")
     assert distinct(module.displays) == 3
     written = plain(console["file"].getvalue())
-    assert all(re.search(rf"Round {r}/2 .* {len(c)}/{len(c)} ", written) for r, c in enumerate(COHORTS))
+    assert all(re.search(rf"Round {r + 1}/3 .* {len(c)}/{len(c)} ", written) for r, c in enumerate(COHORTS))
 
 
 def test_rich_keeps_the_themes_description() -> None:
     bar = FederatedRichProgressBar(theme=RichProgressBarTheme(description="bold"), console_kwargs=terminal())
-    assert {description for description, _, _ in fit(bar).seen} == {f"[bold]Round {r}/2" for r in range(3)}
+    assert {description for description, _, _ in fit(bar).seen} == {f"[bold]Round {r + 1}/3" for r in range(3)}
 
 
 def test_rich_without_a_known_number_of_rounds() -> None:
     bar = FederatedRichProgressBar(console_kwargs=terminal())
     bar._trainer = Trainer(max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    assert bar._describe(5).rstrip() == "Round 5"
+    assert bar._describe(5).rstrip() == "Round 6"
 
 
 @pytest.mark.parametrize("bar", [FederatedTQDMProgressBar(refresh_rate=0), FederatedRichProgressBar(refresh_rate=0)])

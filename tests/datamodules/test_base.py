@@ -48,7 +48,11 @@ def test_fraction_outside_its_range(fraction: float) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"val_fraction": 1.0}, "below 1"), ({"eval_clients": 0}, "at least 1"), ({"augment": True}, "no augmentation")],
+    [
+        ({"val_fraction": 1.0}, "below 1"),
+        ({"eval_clients": 0}, "must be 1 or more"),
+        ({"augment": True}, "no augmentation"),
+    ],
 )
 def test_other_settings_outside_their_range(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(FederationError, match=says):
@@ -86,9 +90,13 @@ def test_seed_defaults_to_the_one_for_everything(monkeypatch: pytest.MonkeyPatch
 
 
 def test_validation_part_is_cut_from_training_alone() -> None:
-    plain, held = digits().federation, digits(val_fraction=0.25).federation
+    with pytest.warns(UserWarning, match="do not choose settings, rounds or checkpoints") as said:
+        plain = digits(val_fraction=0).federation
+    assert len(said) == 1
     assert plain.val is None
-    assert plain.index("val") is plain.test
+    assert plain.validated == "test"
+    held = digits(val_fraction=0.25).federation
+    assert held.validated == "val"
     assert held.val is not None
     assert torch.equal(held.test.flat, plain.test.flat)
     for client in range(20):
@@ -126,6 +134,9 @@ class Recorder(LightningModule):
         self.automatic_optimization = False
         self.seen: list[Any] = []
 
+    def cohort(self, round: int) -> list[int]:
+        return []
+
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.seen.append(("train", int(batch)))
 
@@ -159,7 +170,7 @@ def test_pooled_clients_that_are_not_there(clients: list[int]) -> None:
 
 def test_fingerprint_is_of_data_and_owners_not_of_the_seed() -> None:
     x, y = torch.randn(20, 3), torch.arange(20) % 2
-    lists = {"train": [[0, 1, 2], [3, 4]], "test": [[5], [6]]}
+    lists = {"train": [[0, 1, 2], [3, 4]], "test": [[5], [6]], "val_fraction": 0}
 
     def print_of(inputs: Tensor = x, targets: Tensor = y, **kwargs: Any) -> str:
         return TensorFederation(inputs, targets, **{**lists, **kwargs}).fingerprint
@@ -211,9 +222,9 @@ def test_own_tensors_with_a_partition(tensors: tuple[Tensor, Tensor]) -> None:
 def test_own_lists_as_lists_tensors_or_index(tensors: tuple[Tensor, Tensor]) -> None:
     lists = [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
     forms = (lists, [torch.tensor(part) for part in lists], ClientIndex.of(lists))
-    built = [TensorFederation(*tensors, train=form, test=[[5], [6]]).federation for form in forms]
+    built = [TensorFederation(*tensors, train=form, test=[[5], [6]], val_fraction=0).federation for form in forms]
     assert all(torch.equal(f.train.flat, torch.tensor(lists).flatten()) for f in built)
-    split = TensorFederation(*tensors, train=lists, meta={"site": ["a", "b"]}).federation
+    split = TensorFederation(*tensors, train=lists, meta={"site": ["a", "b"]}, val_fraction=0).federation
     assert split.train.sizes.tolist() == [4, 4]
     assert split.test.sizes.tolist() == [1, 1]
     assert sorted(split.train[1].tolist() + split.test[1].tolist()) == lists[1]
@@ -289,7 +300,7 @@ def test_limit_takes_the_same_share_of_every_class_and_keeps_official_rows_apart
     assert torch.equal(again.inputs, samples.inputs)
     assert not torch.equal(other.inputs, samples.inputs)
     assert len(TensorFederation(y[:, None].float(), y, limit=500).samples.targets) == 120
-    with pytest.raises(FederationError, match="limit must be at least 1"):
+    with pytest.raises(FederationError, match="limit must be 1 or more"):
         TensorFederation(y[:, None].float(), y, limit=0)
     with pytest.raises(FederationError, match="limit=1 leaves less than half a sample of every class: use at least 3"):
         _ = TensorFederation(torch.zeros(90, 1), torch.arange(90) % 3, limit=1).samples

@@ -13,7 +13,7 @@ import torch
 from fl_lightning.engine import auto
 from fl_lightning.engine.contract import Job, Phase, Result
 from fl_lightning.methods import FedAvg
-from tests.support import blobs, fit, mlp
+from tests.support import Idle, blobs, fit, mlp
 
 
 class _Clock:
@@ -68,7 +68,7 @@ def test_a_round_has_the_steps_of_its_largest_client_and_longest_phase() -> None
 
 
 def test_clients_that_take_no_step() -> None:
-    method = FedAvg(net=mlp(), epochs=0)
+    method = Idle(net=mlp())
     fit(method, blobs(), rounds=1)
     assert (method.engine.choice, method.engine.reason) == ("sequential", "no client takes a step")  # type: ignore[attr-defined]
 

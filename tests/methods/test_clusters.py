@@ -163,7 +163,9 @@ def test_one_client_and_identical_clients(kind: type[ClusteredModule]) -> None:
     same = kind(mlp(), lr=0.1, batch_size=8, engine="stacked", **OPTIONS[kind])
     x = torch.randn(8, 20, generator=torch.Generator().manual_seed(0)).repeat(3, 1)
     train, test = [list(range(8 * k, 8 * k + 6)) for k in range(3)], [[8 * k + 6, 8 * k + 7] for k in range(3)]
-    fit(same, TensorFederation(x, torch.arange(24) % 4, train=train, test=test, num_classes=4), rounds=2)
+    fit(
+        same, TensorFederation(x, torch.arange(24) % 4, train=train, test=test, num_classes=4, val_fraction=0), rounds=2
+    )
     assert all(value.isfinite().all() for value in server(same).values())
     if kind is not FedCluster and kind is not FeSEM:  # there the first draw divides them
         assert len(set(same.assignment())) == 1

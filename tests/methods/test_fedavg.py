@@ -48,7 +48,8 @@ def test_identical_clients_give_the_model_of_any_of_them(engine: str) -> None:
     alone = blobs([24])
     x, y = alone.federation.inputs, alone.federation.targets
     index, test = alone.federation.train[0].tolist(), alone.federation.test[0].tolist()
-    twins = TensorFederation(x, y, train=[index] * 3, test=[test] * 3, num_classes=4)
+    train = [[i + k * len(x) for i in index] for k in range(3)]
+    twins = TensorFederation(x.repeat(3, 1), y.repeat(3), train, test=[test] * 3, num_classes=4, val_fraction=0)
     one, three = (FedAvg(mlp(), lr=0.1, batch_size=24, epochs=2, engine=engine) for _ in range(2))
     fit(one, alone)
     fit(three, twins)
@@ -89,7 +90,7 @@ def test_hand_derived_number() -> None:
     net = nn.Linear(1, 2, bias=False)
     nn.init.zeros_(net.weight)
     x, y = torch.tensor([[1.0], [2.0], [2.0], [2.0], [1.0], [2.0]]), torch.tensor([0, 1, 1, 1, 0, 1])
-    data = TensorFederation(x, y, train=[[0], [1, 2, 3]], test=[[4], [5]])
+    data = TensorFederation(x, y, train=[[0], [1, 2, 3]], test=[[4], [5]], val_fraction=0)
     method = FedAvg(net, lr=0.8, batch_size=3)
     fit(method, data, rounds=1)
     torch.testing.assert_close(net.weight.detach().flatten(), torch.tensor([-0.5, 0.5], dtype=torch.float64))

@@ -470,7 +470,7 @@ def test_features_of_the_bilstm_are_those_of_its_tokens() -> None:
     x = torch.randint(1, 20, (30, 4), generator=torch.Generator().manual_seed(0))
     x[torch.arange(4) >= lengths[:, None]] = 0
     data = TensorFederation(
-        x, torch.arange(30) % 2, train=[range(15), range(15, 24)], test=[range(24, 27), range(27, 30)]
+        x, torch.arange(30) % 2, train=[range(15), range(15, 24)], test=[range(24, 27), range(27, 30)], val_fraction=0
     )
     sent, net = Sent(), BiLSTM(20, embedding=6, units=5)
     fit(daf(net, warmup=0, feature_stats=True), data, rounds=1, callbacks=[sent])

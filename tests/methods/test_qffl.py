@@ -108,7 +108,12 @@ def test_loss_is_taken_in_eval_mode_with_own_labels_and_without_augmentation(buf
     torch.manual_seed(0)
     net, inner = LeNetBN(num_classes=CLASSES), blobs((16, 24), (1, 28, 28)).federation
     maps = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
-    lists: dict[str, Any] = {"train": list(inner.train), "test": list(inner.test), "label_maps": maps}
+    lists: dict[str, Any] = {
+        "train": list(inner.train),
+        "test": list(inner.test),
+        "label_maps": maps,
+        "val_fraction": 0,
+    }
     from fl_lightning.datamodules import TensorFederation
 
     data = TensorFederation(

@@ -222,7 +222,7 @@ def quadratics(control: str, rounds: int = 60) -> tuple[float, float]:
     t, a = torch.randn(6, 4, generator=generator), 0.2 + 1.8 * torch.rand(6, 4, generator=generator)
     x = torch.cat((t, a), 1).repeat_interleave(5, 0)
     train, test = [list(range(5 * i, 5 * i + 4)) for i in range(6)], [[5 * i + 4] for i in range(6)]
-    data = TensorFederation(x, torch.arange(30) % 4, train=train, test=test, num_classes=4)
+    data = TensorFederation(x, torch.arange(30) % 4, train=train, test=test, num_classes=4, val_fraction=0)
     options: dict[str, Any] = {"lr": 0.2, "epochs": 10, "batch_size": 4, "engine": "stacked", "local_from": 0.5}
     method = Quadratic(Point(), control=control, **options)
     fit(method, data, rounds=rounds, limit_val_batches=0)

@@ -126,8 +126,10 @@ def twins(**kwargs: Any) -> TensorFederation:
     """Agents 0 and 1 have the very same 12 samples, agent 2 has others."""
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(34, FEATURES, generator=generator), torch.arange(34) % CLASSES
-    train = [list(range(12)), list(range(12)), list(range(12, 24))]
-    return TensorFederation(x, y, train=train, test=[[24, 25], [26, 27], [28, 29]], num_classes=CLASSES, **kwargs)
+    x, y = torch.cat((x, x[:12])), torch.cat((y, y[:12]))
+    train = [list(range(12)), list(range(34, 46)), list(range(12, 24))]
+    lists = {"train": train, "test": [[24, 25], [26, 27], [28, 29]]}
+    return TensorFederation(x, y, **lists, num_classes=CLASSES, **{"val_fraction": 0, **kwargs})
 
 
 def test_agents_with_the_same_data_and_order_keep_their_weight() -> None:

@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
 def sequences() -> TensorFederation:
     x, y = tokens(tuple(1 + i % 4 for i in range(30)), size=4), torch.arange(30) % 2
     train, test = [list(range(10 * k, 10 * k + 8)) for k in range(3)], [[10 * k + 9] for k in range(3)]
-    return TensorFederation(x, y, train=train, test=test, num_classes=2)
+    return TensorFederation(x, y, train=train, test=test, num_classes=2, val_fraction=0)
 
 
 @pytest.mark.parametrize("kind", ["bilstm", "own"])

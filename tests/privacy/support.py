@@ -18,7 +18,7 @@ def noise(rows: int = 2400, clients: int = CLIENTS, **kwargs: Any) -> TensorFede
     x = torch.randn(rows, 20, generator=generator)
     y = torch.randint(4, (rows,), generator=generator)
     scheme = IID(clients, train_samples=SAMPLES)
-    return TensorFederation(x, y, num_classes=4, partition=scheme, **kwargs)
+    return TensorFederation(x, y, num_classes=4, partition=scheme, **{"val_fraction": 0, **kwargs})
 
 
 def net(width: int = 64, seed: int = 0) -> MLP:

@@ -37,7 +37,9 @@ def stripes(rows: int = 240, maps: bool = False) -> TensorFederation:
     x = (x + 10 * torch.randn(x.shape, generator=generator)).clamp(0, 255).to(torch.uint8)
     scheme = IID(2, train_samples=60)
     mean, std = torch.tensor(100.0), torch.tensor(80.0)
-    return TensorFederation(x, y, partition=ConceptShift(scheme) if maps else scheme, mean=mean, std=std)
+    return TensorFederation(
+        x, y, partition=ConceptShift(scheme) if maps else scheme, mean=mean, std=std, val_fraction=0
+    )
 
 
 def test_psnr_identities() -> None:

@@ -100,6 +100,43 @@ def local_split(
     return client_index(shuffled[~test], sizes - held), client_index(shuffled[test], held)
 
 
+def by_class(
+    flat: Rows, sizes: Counts, labels: Rows, fraction: float, rng: np.random.Generator
+) -> tuple[ClientIndex, ClientIndex]:
+    """Hold a part of each client's rows out, of every class about the same part.
+
+    A client's first sample of every class stays where there are others to take, and a client with one sample keeps it.
+    Rows stay in their order.
+
+    Args:
+        flat: all clients' rows one after the other, shape (total,).
+        sizes: how many each client has, shape (clients,).
+        labels: the class of every row of the data, shape (n,).
+        fraction: the part held out, rounded to the nearest sample, at least one of two.
+        rng: where the choice comes from.
+
+    Returns:
+        The rows kept (training) and those held out, of which a client may have none.
+    """
+    clients = len(sizes)
+    owner = np.repeat(np.arange(clients), sizes)
+    order = np.lexsort((rng.random(len(flat)), labels[flat], owner))
+    cell = np.stack((owner, labels[flat]))[:, order]
+    first = np.append(True, (cell[:, 1:] != cell[:, :-1]).any(axis=0))[: len(flat)]  # of a client's class
+    spare = sizes - np.bincount(owner[first], minlength=clients)
+    held = np.minimum(np.maximum(np.floor(sizes * fraction + 0.5).astype(np.int64), 1), sizes - 1)
+    held = np.where(spare > 0, np.minimum(held, spare), held)
+    free = order[~first | (spare == 0)[owner]]  # places in ``flat`` from which to take, class after class
+    owner_free = owner[free]
+    count = np.bincount(owner_free, minlength=clients)
+    # Every (count / held)-th of them, from a random one on.
+    place = np.arange(len(free)) - (np.cumsum(count) - count)[owner_free]
+    steps = place * held[owner_free] + rng.integers(np.maximum(count, 1))[owner_free]
+    out = np.zeros(len(flat), dtype=bool)
+    out[free[(steps + held[owner_free]) // count[owner_free] > steps // count[owner_free]]] = True
+    return client_index(flat[~out], sizes - held), client_index(flat[out], held)
+
+
 def holdout(labels: Rows, rows: Rows, fraction: float, rng: np.random.Generator) -> tuple[Rows, Rows]:
     """Hold a stratified part of ``rows`` out: of every class the same fraction, rounded to the nearest sample.
 

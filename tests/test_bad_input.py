@@ -1,0 +1,226 @@
+"""Mistakes that people make, one row each: every one of them ends in a sentence that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+
+from fl_lightning.callbacks import PredictionWriter
+from fl_lightning.callbacks.record import read_record
+from fl_lightning.cli import main
+from fl_lightning.cli.names import resolve
+from fl_lightning.datamodules import Digits, TensorFederation, Unimodal
+from fl_lightning.engine.contract import LocalTraining
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import ClientIndex
+from fl_lightning.lightning_checks import check_data, check_net_argument, check_trainer
+from fl_lightning.methods import FedAvg, FedProx
+from fl_lightning.nets import MLP
+from tests.support import blobs, mlp, trainer
+
+X, Y = torch.randn(8, 3), torch.arange(8) % 2
+LISTS = {"train": [[0, 1, 2], [3, 4]], "test": [[5], [6]]}
+
+
+class Plain(LightningModule):
+    """A module that is not federated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Never called."""
+
+    def configure_optimizers(self) -> None:
+        """Nothing to step."""
+
+
+def made(inputs: Any = X, targets: Any = Y, **kwargs: Any) -> Any:
+    """Own tensors, built."""
+    return TensorFederation(inputs, targets, **{**LISTS, **kwargs}).federation
+
+
+def with_nan() -> torch.Tensor:
+    x = X.clone()
+    x[5, 1] = math.nan
+    return x
+
+
+def checked(monitor: str | None = None, **options: Any) -> None:
+    """The checks of a Trainer with these options."""
+    callbacks = [EarlyStopping(monitor)] if monitor else []
+    run = trainer(callbacks=callbacks, **options)
+    data = blobs()
+    run.datamodule = data  # type: ignore[attr-defined]
+    check_trainer(run)
+    check_data(run)
+
+
+PYTHON: list[tuple[str, Callable[[], Any], str]] = [
+    ("lr is text", lambda: FedAvg(mlp(), lr="0.1"), "lr must be a number, not '0.1'"),  # type: ignore[arg-type]
+    ("lr is infinite", lambda: LocalTraining(lr=math.inf), "lr must be 0 or more and finite"),
+    ("momentum is text", lambda: LocalTraining(momentum="a"), "momentum must be a number"),  # type: ignore[arg-type]
+    ("clip_norm is text", lambda: LocalTraining(clip_norm="a"), "clip_norm must be a number"),  # type: ignore[arg-type]
+    ("epochs in halves", lambda: LocalTraining(epochs=1.5), "epochs must be a whole number, not 1.5"),  # type: ignore[arg-type]
+    ("no epochs", lambda: LocalTraining(epochs=0), "epochs must be 1 or more, not 0"),
+    ("epochs is a bool", lambda: LocalTraining(epochs=True), "epochs must be a whole number"),
+    ("endless epochs", lambda: LocalTraining(epochs=10**12), "epochs must be at most 1,000,000"),
+    ("endless batches", lambda: LocalTraining(batch_size=10**12), "batch_size must be at most 1,000,000"),
+    ("net is a class", lambda: check_net_argument("FedAvg", (MLP,), {}), r"not its class: FedAvg\(MLP\(\.\.\.\)\)"),
+    ("net is text", lambda: check_net_argument("FedAvg", (), {"net": "MLP"}), "FedAvg needs a network, a torch.nn"),
+    ("no net", lambda: check_net_argument("FedAvg", (), {"lr": 1}), r"FedAvg needs a network: FedAvg\(MLP"),
+    ("partition is text", lambda: Digits(partition="Unimodal"), r"such as Unimodal\(clients=10"),  # type: ignore[arg-type]
+    ("partition is a class", lambda: Digits(partition=Unimodal), r"such as Unimodal\(clients=10"),  # type: ignore[arg-type]
+    ("partition is a number", lambda: Digits(partition=3), "partition must be a scheme"),  # type: ignore[arg-type]
+    (
+        "unknown option of data",
+        lambda: Digits(fractoin=0.1),
+        r"Digits has no option 'fractoin'; did you mean fraction\?",
+    ),
+    ("fraction is text", lambda: Digits(fraction="0.1"), "fraction must be a number"),  # type: ignore[arg-type]
+    ("val_fraction is text", lambda: Digits(val_fraction="0.1"), "val_fraction must be a number"),  # type: ignore[arg-type]
+    ("eval_clients in halves", lambda: Digits(eval_clients=1.5), "eval_clients must be a whole"),  # type: ignore[arg-type]
+    ("limit in halves", lambda: Digits(limit=1.5), "limit must be a whole number"),  # type: ignore[arg-type]
+    ("labels from 1", lambda: made(targets=Y + 1), "Labels run from 1 to 2, but classes are counted from 0"),
+    ("labels of text", lambda: made(targets=np.array(["a", "b"] * 4)), "targets must be a tensor or an array"),
+    ("inputs of objects", lambda: made(inputs=[object()] * 8), "inputs must be a tensor or an array"),
+    ("too few labels", lambda: made(targets=Y[:7]), "8 inputs and 7 targets"),
+    ("NaN in inputs", lambda: made(inputs=with_nan()), r"1 of the 8 inputs .* sample 5\) hold NaN"),
+    ("shared rows", lambda: made(train=[[0, 1, 2], [2, 3]]), r"1 samples \(the first is 2\) are in the training"),
+    ("rows given twice", lambda: made(train=[[0, 1, 1], [2, 3]]), "more than once"),
+    ("index 0.7", lambda: made(train=[[0, 0.7], [1]]), "Client 0's indices must be a list of whole numbers"),
+    ("index is a mask", lambda: ClientIndex.of([np.array([True, False])]), "must be a list of whole numbers, .* bool"),
+    ("index is a table", lambda: ClientIndex.of([[[1], [2]]]), r"an array of shape \(2, 1\)"),  # type: ignore[list-item]
+    ("mean of another shape", lambda: made(mean=torch.zeros(4), std=torch.ones(4)), r"mean of shape \(4,\)"),
+    ("mean adds a dimension", lambda: made(mean=torch.zeros(1, 1, 3), std=torch.ones(3)), r"mean of shape \(1, 1, 3\)"),
+    ("std of zero", lambda: made(mean=torch.zeros(3), std=torch.zeros(3)), "std must be greater than 0"),
+    ("half precision", lambda: checked(precision="16-true"), "needs a gradient scaler"),
+    ("some training batches", lambda: checked(limit_train_batches=10), "limit_train_batches"),
+    ("half the validation", lambda: checked(limit_val_batches=0.5), r"limit_val_batches=0\.5"),
+    ("half the test", lambda: checked(limit_test_batches=0.5), r"limit_test_batches=0\.5"),
+    (
+        "monitors what is not there",
+        lambda: checked("val/acc"),
+        "EarlyStopping monitors 'val/acc', but the data holds no",
+    ),
+    (
+        "forgot federate",
+        lambda: trainer().fit(Plain(), Digits()),
+        r"train federate\(Plain\(\.\.\.\)\), or Plain on Pooled",
+    ),
+    ("predictions as pickle", lambda: PredictionWriter("a.pkl"), r"ends in \.csv or \.parquet, not a\.pkl"),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), [row[1:] for row in PYTHON], ids=[row[0] for row in PYTHON])
+def test_mistakes_in_python(call: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(FederationError, match=sentence) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+FILES: list[tuple[str, str, str, list[str], str]] = [
+    ("bomb", "c.yaml", BOMB, ["--config", "c.yaml"], "c.yaml says the same over and over"),
+    ("holds itself", "c.yaml", "a: &a [*a]\n", ["--config", "c.yaml"], "c.yaml says the same over and over"),
+    (
+        "lr one level too high",
+        "c.yaml",
+        "model:\n  class_path: FedAvg\n  lr: 0.1\n",
+        ["--config=c.yaml"],
+        "c.yaml has model.lr, an option of FedAvg: move it under model.init_args",
+    ),
+    (
+        "callback's option too high",
+        "c.yaml",
+        "trainer:\n  callbacks:\n    - class_path: EarlyStopping\n      monitor: val/acc\n",
+        ["--config=c.yaml"],
+        r"trainer.callbacks\[0\].monitor, an option of EarlyStopping",
+    ),
+    (
+        "no such configuration",
+        "c.yaml",
+        "",
+        ["--config", "nosuch"],
+        "no file nosuch, and the library's own are: quickst",
+    ),
+    ("error", "e.py", "\n1 / 0\n", ["--use", "e.py"], "e.py cannot be used: ZeroDivisionError in line 2: division"),
+    ("syntax error", "s.py", "\n\ndef\n", ["--use", "s.py"], "s.py cannot be used: SyntaxError in line 3"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "arguments", "sentence"), [r[1:] for r in FILES], ids=[r[0] for r in FILES])
+def test_mistakes_in_files(
+    file: str, text: str, arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(text)
+    with pytest.raises(FederationError, match=sentence):
+        resolve(["fit", *arguments])
+
+
+@pytest.mark.parametrize("key", ["settings", "curves", "clients", "bytes", "rounds", "engine"])
+def test_a_record_with_missing_keys_is_refused(key: str, tmp_path: Path) -> None:
+    whole: dict[str, Any] = dict.fromkeys(("rounds", "seconds", "steps", "parameters"), 1)
+    whole |= {"format": 1, "settings": {}, "curves": {}, "groups": {}, "engine": None, "bytes": None}
+    whole["clients"] = {"rounds": [], "accuracy": []}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(whole))
+    assert read_record(path) == whole
+    path.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+    with pytest.raises(FederationError, match=f"run.json has no {key}"):
+        read_record(path)
+    path.write_text(json.dumps({**whole, "clients": {"rounds": []}}))
+    with pytest.raises(FederationError, match=r"has no clients\.accuracy"):
+        read_record(path)
+
+
+COMMANDS: list[tuple[str, list[str], str]] = [
+    ("no net", ["--data", "Digits", "--model", "FedAvg"], "a method needs a network: add --model.net, one of BiLSTM, "),
+    ("half precision", ["--config", "quickstart", "--trainer.precision=16"], "precision=16 needs a gradient scaler"),
+    ("devices", ["--config", "quickstart", "--trainer.devices=9999"], "--trainer.devices=9999 would start as many"),
+]
+
+
+@pytest.mark.parametrize(("argv", "sentence"), [row[1:] for row in COMMANDS], ids=[row[0] for row in COMMANDS])
+def test_mistakes_on_the_command_line(
+    argv: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["fit", *argv])
+    assert end.value.code == 2
+    assert re.search(re.escape(sentence), capsys.readouterr().err)
+
+
+def test_arrays_are_taken_wherever_tensors_are() -> None:
+    """As they come: from files that are mapped, reversed, in double precision, with labels of any type."""
+    x = np.arange(24.0).reshape(8, 3)
+    x.flags.writeable = False
+    y = np.array([0, 1] * 4, dtype=np.uint8)[::-1]
+    lists = {"train": [np.arange(3), np.array([3, 4])], "test": [[5], [6]], "global_test": np.array([7])}
+    scale = {"mean": np.ones(3), "std": np.full(3, 2.0)}
+    ours = TensorFederation(x, y, **lists, **scale, label_maps=np.array([[0, 1], [1, 0]])).federation  # type: ignore[arg-type]
+    assert torch.equal(ours.inputs, torch.arange(24.0).double().view(8, 3))
+    assert ours.targets.tolist() == [1, 0] * 4
+    features, labels = ours.gather([0, 1], torch.tensor([[0], [3]]), torch.float32)
+    assert features.squeeze().tolist() == [[-0.5, 0.0, 0.5], [4.0, 4.5, 5.0]]
+    assert labels.tolist() == [[1], [1]]
+
+
+def test_classes_name_themselves_and_not_their_bases() -> None:
+    """A class that passes its arguments on, and one that does not."""
+    with pytest.raises(
+        FederationError, match=r"TensorFederation has no option 'val_frction'; did you mean val_fraction\?"
+    ):
+        made(val_frction=0.1)
+    assert FedProx(mlp(), mu=0.1).mu == 0.1
