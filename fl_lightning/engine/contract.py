@@ -153,7 +153,7 @@ class Batch(NamedTuple):
     x: Tensor
     """Inputs, shape (B, ...)."""
     y: Tensor
-    """Labels, shape (B,)."""
+    """Targets, shape (B, ...)."""
     noise: State
     """What the method's ``draw_noise`` drew for this step, and the uniform noise of dropout layers."""
     scalars: State

@@ -168,7 +168,7 @@ class PerClient:
 def of_metric(metric: Metric, num_clients: int, name: str = "") -> ClientMetric:
     """A torchmetrics metric for every client: added up for all at once where that is known to be the same."""
     kind, flat = type(metric), getattr(metric, "num_outputs", 1) == 1
-    if isinstance(metric, MulticlassAccuracy) and _adds_up(metric):
+    if kind is MulticlassAccuracy and _adds_up(metric):
         return Sums(num_clients, partial(_hits, ignored=metric.ignore_index), _mean)
     if kind is Perplexity:
         return Sums(num_clients, partial(_surprise, ignored=metric.ignore_index), lambda sums: _mean(sums).exp())
@@ -179,7 +179,7 @@ def of_metric(metric: Metric, num_clients: int, name: str = "") -> ClientMetric:
     return Each(num_clients, metric, name)
 
 
-def _adds_up(metric: MulticlassAccuracy) -> bool:
+def _adds_up(metric: Metric) -> bool:
     """Whether an accuracy is the share of correct predictions among all."""
     return (metric.average, metric.top_k, metric.multidim_average) == ("micro", 1, "global")
 
