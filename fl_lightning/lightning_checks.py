@@ -69,6 +69,15 @@ def check_batches(module: FederatedModule) -> None:
         )
 
 
+def check_optimizer(module: FederatedModule) -> None:
+    """Refuse local optimizers under which a method's arithmetic would not hold."""
+    reason: str | None = getattr(type(module), "plain_sgd", None)
+    if reason is not None and module.local.not_plain:
+        raise FederationError(
+            f"{type(module).__name__} {reason}, which holds for plain SGD alone: leave {module.local.not_plain} out."
+        )
+
+
 def check_net(module: FederatedModule, federation: Federation) -> None:
     """Run the net on a few samples, so that one that does not fit the data is refused before the first round."""
     index = federation.train.flat[:2]

@@ -169,7 +169,7 @@ class FromFrame(TensorFederation):
         for place, name in enumerate(self._names):
             column, known = samples.inputs[:, place], seen[:, place]
             if name in self._words:
-                codes = known.unique()
+                codes = torch.unique(known)
                 parts.append((column[:, None] == codes).double())
                 self._inputs += [f"{name}={self._words[name][int(code)]}" for code in codes]
             else:
@@ -189,7 +189,7 @@ class FromFrame(TensorFederation):
         return self._inputs
 
     @property
-    def input_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def input_shape(self) -> tuple[int, ...]:
         """The shape of one sample's inputs."""
         return (len(self.feature_names),)
 
@@ -289,7 +289,7 @@ class FromDataset(TensorFederation):
 def columns_of(table: Any) -> dict[str, Column]:
     """The columns of a table by name, all of one length."""
     if isinstance(table, np.ndarray) and table.dtype.names:
-        names: Sequence[Any] = table.dtype.names
+        names: Any = table.dtype.names
     elif isinstance(table, Mapping):
         names = list(table)
     else:

@@ -168,10 +168,11 @@ class PerClient:
 def of_metric(metric: Metric, num_clients: int, name: str = "") -> ClientMetric:
     """A torchmetrics metric for every client: added up for all at once where that is known to be the same."""
     kind, flat = type(metric), getattr(metric, "num_outputs", 1) == 1
+    ignored: Any = getattr(metric, "ignore_index", None)
     if kind is MulticlassAccuracy and _adds_up(metric):
-        return Sums(num_clients, partial(_hits, ignored=metric.ignore_index), _mean)
+        return Sums(num_clients, partial(_hits, ignored=ignored), _mean)
     if kind is Perplexity:
-        return Sums(num_clients, partial(_surprise, ignored=metric.ignore_index), lambda sums: _mean(sums).exp())
+        return Sums(num_clients, partial(_surprise, ignored=ignored), lambda sums: _mean(sums).exp())
     if kind is MeanSquaredError and flat:
         return Sums(num_clients, partial(_errors, power=2), _mean if metric.squared else lambda s: _mean(s).sqrt())
     if kind is MeanAbsoluteError and flat:
@@ -181,7 +182,8 @@ def of_metric(metric: Metric, num_clients: int, name: str = "") -> ClientMetric:
 
 def _adds_up(metric: Metric) -> bool:
     """Whether an accuracy is the share of correct predictions among all."""
-    return (metric.average, metric.top_k, metric.multidim_average) == ("micro", 1, "global")
+    plain = {"average": "micro", "top_k": 1, "multidim_average": "global"}
+    return all(getattr(metric, name) == value for name, value in plain.items())
 
 
 def _mean(sums: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def lora(
         )
     adapted: Net = replace_modules(  # type: ignore[assignment]
         net,
-        lambda module: LoRALinear(module, rank, alpha) if module in chosen else None,  # type: ignore[arg-type]
+        lambda module: LoRALinear(module, rank, alpha) if module in chosen else None,
     )
     return adapted
 

@@ -58,7 +58,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:
         """Tokens of shape (B, length, width)."""
         x = x + self.drop1(self.attention(self.norm1(x), present))
-        return x + self.drop2(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
+        out: Tensor = x + self.drop2(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
+        return out
 
 
 class _Tokens(FedNet):
