@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning import local_optim
 from fl_lightning.errors import FederationError
 from fl_lightning.local_optim import SGD, LocalOptimizer
-from fl_lightning.schedules import AnySchedule, describe, value_at
+from fl_lightning.schedules import AnySchedule, Constant, describe, value_at
 from fl_lightning.wire import State
 
 ScheduleUnit = Literal["round", "epoch", "step"]
@@ -85,7 +85,7 @@ class LocalTraining:
         if self.schedule is None:
             return self
         if self.schedule_by == "round":
-            return replace(self, lr=self.lr * value_at(self.schedule, round, rounds), schedule=None)
+            return replace(self, lr=self.lr * value_at(self.schedule, round, rounds), schedule=Constant())
         return replace(self, rounds=rounds)
 
     def rate(self, round: int, epoch: int, step: int, steps: int) -> float:
@@ -158,7 +158,7 @@ class Batch(NamedTuple):
     """What the method's ``draw_noise`` drew for this step, and the uniform noise of dropout layers."""
     scalars: State
     """``samples`` (the client's training size), ``round``, ``epoch`` and ``step``, as 0-dim tensors, so that a
-    captured step does not freeze them."""
+    captured step does not freeze them; ``lr``, the learning rate of the step, where there is a schedule."""
 
 
 class Update(NamedTuple):

@@ -57,9 +57,7 @@ class FunctionalNet:
         self._recurrent = [module for module in self.skeleton.modules() if isinstance(module, nn.RNNBase)]
         self._shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
 
-    def __call__(
-        self, state: State, x: Tensor | tuple[Any, ...], noise: State, training: bool
-    ) -> tuple[Any, State]:
+    def __call__(self, state: State, x: Tensor | tuple[Any, ...], noise: State, training: bool) -> tuple[Any, State]:
         """Run the net.
 
         Args:

@@ -150,7 +150,8 @@ def epoch_noise(method: LocalMethod, schedule: ClientSchedule, steps: int, x: Te
     return drawn, dropout
 
 
-def scalars(sizes: Tensor, round: int, dtype: torch.dtype) -> State:
+def scalars(sizes: Tensor, round: int, dtype: torch.dtype, scheduled: bool = False) -> State:
     """The scalars of ``Batch``, each shaped as ``sizes``: 0-dim for one client, (K,) for a stack."""
     counter = torch.zeros_like(sizes, dtype=dtype)
-    return {"samples": sizes.to(dtype), "round": counter + round, "epoch": counter.clone(), "step": counter}
+    found = {"samples": sizes.to(dtype), "round": counter + round, "epoch": counter.clone(), "step": counter}
+    return found | ({"lr": counter.clone()} if scheduled else {})

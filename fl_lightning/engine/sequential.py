@@ -53,7 +53,7 @@ class _Client:
         self.memory: State = fast_copy(job.optimizer)
         self.round = round
         size = torch.tensor(self.schedule.size, device=federation.device)
-        self.scalars = scalars(size, round, method.compute_dtype)
+        self.scalars = scalars(size, round, method.compute_dtype, method.local.schedule is not None)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
         self.steps = 0
         self.seed = int(seeding.stream(method.seed, "net", round, job.client).integers(2**63))
@@ -95,7 +95,9 @@ class _Client:
         local = self.method.local
         if local.schedule is None:
             return local.lr
-        return local.rate(self.round, int(self.scalars["epoch"]), self.steps, self._all_steps)
+        rate = local.rate(self.round, int(self.scalars["epoch"]), self.steps, self._all_steps)
+        self.scalars["lr"].fill_(rate)
+        return rate
 
     @cached_property
     def _all_steps(self) -> int:

@@ -117,7 +117,7 @@ class _Stack:
         self.often: dict[tuple[int, int], int] = {}
         self.round, self.dtype = round, method.compute_dtype
         size = torch.tensor(sizes, device=federation.device)
-        self.scalars = scalars(size, round, method.compute_dtype)
+        self.scalars = scalars(size, round, method.compute_dtype, method.local.schedule is not None)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
         self.steps = [0] * len(jobs)
         again = sum(phase.epochs for phase in method.phases()) > 1
@@ -218,7 +218,9 @@ class _Stack:
             local.rate(self.round, int(epoch), self.steps[k], self._all_steps[k])
             for k, epoch in zip(clients, epochs, strict=True)
         ]
-        return rates[0] if len(set(rates)) == 1 else torch.tensor(rates, dtype=torch.float64, device=self.loss.device)
+        all_rates = torch.tensor(rates, dtype=torch.float64, device=self.loss.device)
+        self.scalars["lr"][rows] = all_rates.to(self.dtype)
+        return rates[0] if len(set(rates)) == 1 else all_rates
 
     @cached_property
     def _all_steps(self) -> list[int]:

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import local_optim
-from fl_lightning.engine import CapturedEngine, Job, LocalTraining, Result, make_engine
+from fl_lightning.engine import (
+    Batch,
+    CapturedEngine,
+    Gradient,
+    Job,
+    LocalTraining,
+    Phase,
+    Result,
+    Update,
+    make_engine,
+)
 from fl_lightning.engine.schedule import ClientSchedule
 from fl_lightning.errors import FederationError
 from fl_lightning.local_optim import SGD, Adam, AdamW, Group, Groups, LocalOptimizer, Product, RMSprop
@@ -264,6 +274,29 @@ def test_rounds_set_the_rate() -> None:
     assert [warm.rate(3, 0, step, 9) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     epochs = LocalTraining(1.0, 2, schedule=Linear(), schedule_by="epoch").in_round(0, 5)
     assert epochs.rate(3, 1, 0, 9) == pytest.approx(1 - 7 / 10)
+
+
+class Halfway(FedAvg):
+    """Adds the step that plain SGD would make, by the rate that the batch tells."""
+
+    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
+        update = super().descend(state, batch, phase, gradient)
+        return update._replace(grads={}, add={n: -batch.scalars["lr"] * g for n, g in update.grads.items()})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("by", ["round", "step"])
+def test_moves_know_the_rate_of_their_step(engine: str, by: Any) -> None:
+    """A captured step is made in two rounds of different rates, and traced once."""
+    local = LocalTraining(LR, 1, 8, schedule=Linear(1, 0.2), schedule_by=by)
+    runs, federation = make_engine(engine), blobs(seed=1).federation
+    for round in range(2):
+        plain, own = method(local.in_round(round, 3)), Halfway(mlp().double(), seed=3)
+        own.local = plain.local
+        jobs = [Job(client, plain.server_state()) for client in range(len(RAGGED))]
+        expected = make_engine("sequential").train(plain, federation, jobs, round)
+        for one, other in zip(runs.train(own, federation, jobs, round), expected, strict=True):
+            assert difference(one.state, other.state) < 1e-12
 
 
 def test_what_is_not_plain_is_named() -> None:
