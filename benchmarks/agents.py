@@ -22,7 +22,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.datamodules import MNIST, Digits, FederatedDataModule, LabelSkew
 from fl_lightning.methods import WAFFLEAvg, WeightErosion
-from fl_lightning.methods.agents import AgentsOfInterest
+from fl_lightning.methods.lib.agents import AgentsOfInterest
 from fl_lightning.nets import MLP, LeNet5
 
 AGENTS = 10

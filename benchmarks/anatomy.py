@@ -62,7 +62,8 @@ def anatomy(name: str) -> dict[str, Any]:
     began = time.perf_counter()
     _, method = federated(workload, data, {})
     first = time.perf_counter() - began
-    jobs = [Job(client, method.begin(client, method.message_down(client))) for client in data.cohort(ROUND)]
+    mes = [method.simulation.me(client, method.setting()) for client in data.cohort(ROUND)]
+    jobs = [Job(me.client, method.enter(method.message_down(me.client), me)) for me in mes]
     engine = method.engine
 
     def train() -> None:

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fl_lightning.exchange import Scores
 from fl_lightning.federation import Federation, Split
 from fl_lightning.layout import StackLayout, fast_in_stack
 from fl_lightning.metrics import ClientAccuracy, client_summary
+from fl_lightning.model import NamedModel
+from fl_lightning.parties import EVALUATION, SANITY_CHECK, LocalData, Setting
 from fl_lightning.wire import State, fast_copy
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ MODELS, STACKED_SAMPLES = 20, 2048
 #: Bytes of normalised inputs that are kept from one evaluation to the next.
 KEPT = 2**27
 
+#: A client's row in the data, its scores by class and its labels.
 ClientOutput = tuple[int, Tensor, Tensor]
 
 
@@ -39,8 +43,123 @@ class Samples(NamedTuple):
     def of(cls, federation: Federation, clients: Sequence[int], split: Split) -> Samples:
         """Those of a split."""
         parts = [federation.index(split)[client] for client in clients]
-        targets = [_targets(federation, client, part) for client, part in zip(clients, parts, strict=True)]
+        targets = [federation.labels([client], part[None])[0] for client, part in zip(clients, parts, strict=True)]
         return cls(torch.cat(parts), list(map(len, parts)), targets)
+
+
+class Personal(NamedTuple):
+    """The model that a client is evaluated with."""
+
+    row: int
+    """The client's place in the data."""
+    state: State
+    shared: bool
+    """Whether all of it was received, so that other clients may have the very same tensors."""
+
+
+class Scorer:
+    """Runs personal models on their clients' samples, many at a time."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[tuple[Any, ...], Tensor] = {}
+        self._last: dict[Split, tuple[Any, Samples]] = {}
+
+    def clear(self) -> None:
+        """Forget inputs that were kept."""
+        self._inputs.clear()
+        self._last.clear()
+
+    def outputs(
+        self, method: NamedModel, federation: Federation, models: Iterable[Personal], split: Split
+    ) -> Iterator[ClientOutput]:
+        """Scores and labels of each client's samples with its model.
+
+        No sample of another client, nor padding, is in a batch that the net normalises over.
+        """
+        if method.functional.always_batch_statistics:
+            for model in models:
+                yield from self._one_model(method, federation, [model.row], model.state, split)
+            return
+        groups: dict[Any, list[Personal]] = {}
+        alone: list[Personal] = []
+        for model in models:
+            if model.shared:
+                groups.setdefault(_identity(model.state), []).append(model)
+                continue
+            alone.append(model)
+            if len(alone) == MODELS:
+                yield from self._many_models(method, federation, alone, split)
+                alone = []
+        for group in groups.values():
+            if len(group) > 1:
+                yield from self._one_model(method, federation, [model.row for model in group], group[0].state, split)
+        alone += [group[0] for group in groups.values() if len(group) == 1]
+        for start in range(0, len(alone), MODELS):
+            yield from self._many_models(method, federation, alone[start : start + MODELS], split)
+
+    def _many_models(
+        self, method: NamedModel, federation: Federation, models: list[Personal], split: Split
+    ) -> Iterator[ClientOutput]:
+        if method.functional.stackable and len(models) > 1:
+            try:
+                yield from _stacked(method, federation, models, split)
+                return
+            except Exception:  # whatever a net does that vmap cannot: one after the other
+                method.functional.stackable = False
+        for model in models:
+            yield from self._one_model(method, federation, [model.row], model.state, split)
+
+    def _one_model(
+        self, method: NamedModel, federation: Federation, rows: list[int], state: State, split: Split
+    ) -> Iterator[ClientOutput]:
+        """All samples of clients that share a model, in large batches across clients."""
+        state, own = fast_copy(state), self._own(federation, rows, split)
+        ready = self.ready(method, federation, own.places, (split, *rows))
+        batches = [scores_of(method, state, x) for x in ready(batch_size(state))]
+        return zip(rows, torch.split(torch.cat(batches), own.sizes), own.targets, strict=True)
+
+    def _own(self, federation: Federation, rows: list[int], split: Split) -> Samples:
+        """The clients' samples; those asked for last are remembered."""
+        key = (id(federation), rows)
+        if split not in self._last or self._last[split][0] != key:
+            self._last[split] = key, Samples.of(federation, rows, split)
+        return self._last[split][1]
+
+    def ready(
+        self, method: NamedModel, federation: Federation, index: Tensor, key: tuple[Any, ...]
+    ) -> Callable[[int], Iterable[Tensor]]:
+        """Normalised inputs in batches of a given size; where they are few they are kept for the next evaluation."""
+        dtype = method.compute_dtype
+        key = (id(federation), dtype, *key)
+        if key not in self._inputs:
+            size = len(index) * federation.inputs[0].numel() * dtype.itemsize
+            if size + sum(kept.nbytes for kept in self._inputs.values()) > KEPT:
+                return lambda n: (federation.features(federation.inputs[part], dtype) for part in torch.split(index, n))
+            self._inputs[key] = federation.features(federation.inputs[index], dtype)
+        return lambda n: torch.split(self._inputs[key], n)
+
+
+def scores_of(method: NamedModel, state: State, x: Tensor) -> Tensor:
+    """Scores of one model for a batch; convolutions that are fast in a stack are made as if this was one."""
+    with StackLayout(mapped=False) if fast_in_stack(state) else nullcontext():
+        return method.call(state, x, training=False)[0]
+
+
+def batch_size(state: State) -> int:
+    """Samples in one forward pass of a model."""
+    return SAMPLES_CONVOLVED if any(value.dim() >= 4 for value in state.values()) else SAMPLES
+
+
+def summed(outputs: Iterable[ClientOutput], device: torch.device) -> Scores:
+    """Correct answers and losses of clients out of their models' scores."""
+    rows, scores, targets = zip(*outputs, strict=True)
+    total = torch.tensor([len(target) for target in targets], device=device)
+    logits, target = torch.cat(scores), torch.cat(targets)
+    losses = F.cross_entropy(logits.double(), target, reduction="none")
+    correct = (logits.argmax(1) == target).to(losses)
+    owner = torch.repeat_interleave(total)  # of every sample, the place of its client
+    per_client = losses.new_zeros(len(total), 2).index_add_(0, owner, torch.stack([correct, losses], dim=1))
+    return Scores(torch.tensor(rows, device=device), per_client[:, 0], per_client[:, 1], total)
 
 
 class Evaluator:
@@ -53,14 +172,11 @@ class Evaluator:
     def __init__(self) -> None:
         self.scores: dict[str, Tensor] = {}
         self._metric: ClientAccuracy | None = None
-        self._stackable = True
-        self._inputs: dict[tuple[Any, ...], Tensor] = {}
-        self._last: dict[Split, tuple[Any, Samples]] = {}
+        self._scorer = Scorer()
 
     def prepare(self, num_clients: int) -> None:
         """Get ready for a federation of so many clients."""
-        self._inputs.clear()
-        self._last.clear()
+        self._scorer.clear()
         self._metric = ClientAccuracy(num_clients, sync_on_compute=False)  # every process evaluates all clients
 
     def clear(self) -> None:
@@ -73,22 +189,16 @@ class Evaluator:
         return self._metric
 
     def update(self, module: FederatedModule, clients: Tensor, split: Split) -> None:
-        """Evaluate some clients.
+        """Let some clients evaluate.
 
         Args:
             module: the method.
             clients: their numbers, shape (K,).
             split: ``val`` (what is held out of their training data, else their test data) or ``test``.
         """
-        scored, outputs, targets = zip(*self.outputs(module, clients.tolist(), split), strict=True)
-        total = torch.tensor([len(target) for target in targets], device=clients.device)
-        logits, target = torch.cat(outputs), torch.cat(targets)
-        losses = F.cross_entropy(logits.double(), target, reduction="none")
-        correct = (logits.argmax(1) == target).to(losses)
-        owner = torch.repeat_interleave(total)  # of every sample, the place of its client
-        per_client = losses.new_zeros(len(total), 2).index_add_(0, owner, torch.stack([correct, losses], dim=1))
-        rows = torch.tensor(scored, device=clients.device)
-        self._collected.to(clients.device).update(rows, per_client[:, 0], per_client[:, 1], total)
+        messages = {client: module.evaluation_down(client) for client in clients.tolist()}
+        found = module.exchange.evaluate(evaluation_setting(module), messages, split)
+        self._collected.to(clients.device).update(*found)
 
     def accuracies(self) -> Tensor:
         """Accuracy of every client in the evaluation under way, shape (clients,), NaN for clients not yet seen."""
@@ -114,87 +224,13 @@ class Evaluator:
             logs[f"{split}/global_acc"] = torch.stack(scores).sum()
         return logs
 
-    def outputs(self, module: FederatedModule, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
-        """(client, logits, labels) of each client's samples with the model it is evaluated with.
-
-        No sample of another client, nor padding, is in a batch that the net normalises over.
-        """
-        module.prepare_evaluation(clients)
-        if module.functional.always_batch_statistics:
-            for client in clients:
-                yield from self._one_model(module, [client], split)
-            return
-        groups: dict[int, list[int]] = {}
-        for client in clients:
-            groups.setdefault(module.model_key(client), []).append(client)
-        for group in groups.values():
-            if len(group) > 1:
-                yield from self._one_model(module, group, split)
-        alone = [group[0] for group in groups.values() if len(group) == 1]
-        for start in range(0, len(alone), MODELS):
-            yield from self._many_models(module, alone[start : start + MODELS], split)
-
-    def _many_models(self, module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
-        if self._stackable and len(clients) > 1:
-            try:
-                yield from _stacked(module, clients, split)
-                return
-            except Exception:  # whatever a net does that vmap cannot: one after the other
-                self._stackable = False
-        for client in clients:
-            yield from self._one_model(module, [client], split)
-
-    @torch.no_grad()
-    def losses(self, module: FederatedModule, states: Sequence[State], client: int, split: Split = "train") -> Tensor:
-        """Mean loss of several models over all of a client's samples in one pass, as :func:`mean_loss`, shape (K,)."""
-        if self._stackable and len(states) > 1:
-            try:
-                return _stacked_losses(module, states, client, split)
-            except Exception:  # as above
-                self._stackable = False
-        return torch.stack([mean_loss(module, state, client, split) for state in states])
-
-    def _one_model(self, module: FederatedModule, clients: list[int], split: Split) -> Iterator[ClientOutput]:
-        """All samples of clients that share a model, in large batches across clients."""
-        federation, state = module.federation, fast_copy(module.personal_state(clients[0]))
-        own = self._own(federation, clients, split)
-        ready = self._ready(module, federation, own.places, (split, *clients))
-        batches = [self._logits(module, state, x) for x in ready(_samples(state))]
-        return zip(clients, torch.split(torch.cat(batches), own.sizes), own.targets, strict=True)
-
-    def _logits(self, module: FederatedModule, state: State, x: Tensor) -> Tensor:
-        """What one model says of a batch; convolutions that are fast in a stack are made as if this was one."""
-        with StackLayout(mapped=False) if fast_in_stack(state) else nullcontext():
-            return module.call(state, x, training=False)[0]
-
-    def _own(self, federation: Federation, clients: list[int], split: Split) -> Samples:
-        """The clients' samples; those asked for last are remembered."""
-        key = (id(federation), clients)
-        if split not in self._last or self._last[split][0] != key:
-            self._last[split] = key, Samples.of(federation, clients, split)
-        return self._last[split][1]
-
-    def _ready(
-        self, module: FederatedModule, federation: Federation, index: Tensor, key: tuple[Any, ...]
-    ) -> Callable[[int], Iterable[Tensor]]:
-        """Normalised inputs in batches of a given size; where they are few they are kept for the next evaluation."""
-        dtype = module.compute_dtype
-        key = (id(federation), dtype, *key)
-        if key not in self._inputs:
-            size = len(index) * federation.inputs[0].numel() * dtype.itemsize
-            if size + sum(kept.nbytes for kept in self._inputs.values()) > KEPT:
-                return lambda n: (federation.features(federation.inputs[part], dtype) for part in torch.split(index, n))
-            self._inputs[key] = federation.features(federation.inputs[index], dtype)
-        return lambda n: torch.split(self._inputs[key], n)
-
     def _global_accuracy(self, module: FederatedModule, federation: Federation, state: State) -> Tensor:
         assert federation.global_test is not None
         index, state = federation.global_test, fast_copy(state)
         correct = torch.zeros((), dtype=torch.float64, device=federation.device)
-        samples, ready = _samples(state), self._ready(module, federation, index, ("global",))
+        samples, ready = batch_size(state), self._scorer.ready(module, federation, index, ("global",))
         for part, x in zip(torch.split(index, samples), ready(samples), strict=True):
-            logits = self._logits(module, state, x)
-            correct += (logits.argmax(1) == federation.targets[part]).sum()
+            correct += (scores_of(module, state, x).argmax(1) == federation.targets[part]).sum()
         return correct / len(index)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -206,76 +242,84 @@ class Evaluator:
         self.scores = dict(state)
 
 
+def evaluation_setting(module: FederatedModule) -> Setting:
+    """What clients are told in an evaluation."""
+    checking = module._trainer is not None and module._trainer.sanity_checking
+    return module.setting(SANITY_CHECK if checking else EVALUATION)
+
+
 @torch.no_grad()
-def mean_loss(module: FederatedModule, state: State, client: int, split: Split = "train") -> Tensor:
+def mean_loss(method: NamedModel, state: State, data: LocalData, split: Split = "train") -> Tensor:
     """Mean loss of a model over all of a client's samples: one pass in a fixed order, nothing drawn.
 
     The net is in eval mode (no dropout, running statistics) and samples are not augmented, so the value is that of
     the model alone and the same on every call.
 
     Args:
-        module: the method, for its net and its loss.
+        method: the method, for its net and its loss.
         state: the model, at least all entries of the net.
-        client: the client.
-        split: which of the client's samples.
+        data: the client's samples.
+        split: which of them.
 
     Returns:
         The mean, 0-dim, summed up in float64.
     """
-    federation, state = module.federation, fast_copy(state)
-    index = federation.index(split)[client]
-    total = torch.zeros((), dtype=torch.float64, device=federation.device)
-    for part in torch.split(index, _samples(state)):
-        x, y = federation.gather([client], part[None], module.compute_dtype)
-        total += module.batch_loss(state, x[0], y[0], training=False)[0].double() * len(part)
-    return total / len(index)
+    state, count = fast_copy(state), 0
+    total = torch.zeros((), dtype=torch.float64, device=data.source.device)
+    for x, y in data.batches(batch_size(state), method.compute_dtype, split):
+        total += method.batch_loss(state, x, y, training=False)[0].double() * len(y)
+        count += len(y)
+    return total / count
 
 
-def _stacked_losses(module: FederatedModule, states: Sequence[State], client: int, split: Split) -> Tensor:
+@torch.no_grad()
+def mean_losses(method: NamedModel, states: Sequence[State], data: LocalData, split: Split = "train") -> Tensor:
+    """Mean loss of several models over all of a client's samples in one pass, as :func:`mean_loss`, shape (K,)."""
+    if method.functional.stackable and len(states) > 1:
+        try:
+            return _stacked_losses(method, states, data, split)
+        except Exception:  # whatever a net does that vmap cannot: one after the other
+            method.functional.stackable = False
+    return torch.stack([mean_loss(method, state, data, split) for state in states])
+
+
+def _stacked_losses(method: NamedModel, states: Sequence[State], data: LocalData, split: Split) -> Tensor:
     """Mean losses of stacked models on the same samples."""
-    federation = module.federation
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
-    index = federation.index(split)[client]
-    total = torch.zeros(len(states), dtype=torch.float64, device=federation.device)
-    for part in torch.split(index, _samples(states[0])):
-        x, y = federation.gather([client], part[None], module.compute_dtype)
+    total, count = torch.zeros(len(states), dtype=torch.float64, device=data.source.device), 0
+    for inputs, labels in data.batches(batch_size(states[0]), method.compute_dtype, split):
 
-        def one(state: State, x: Tensor = x[0], y: Tensor = y[0]) -> Tensor:
+        def one(state: State, x: Tensor = inputs, y: Tensor = labels) -> Tensor:
             with StackLayout():
-                return module.batch_loss(state, x, y, training=False)[0]
+                return method.batch_loss(state, x, y, training=False)[0]
 
-        total += torch.vmap(one)(stacked).double() * len(part)
-    return total / len(index)
-
-
-def _samples(state: State) -> int:
-    return SAMPLES_CONVOLVED if any(value.dim() >= 4 for value in state.values()) else SAMPLES
+        total += torch.vmap(one)(stacked).double() * len(labels)
+        count += len(labels)
+    return total / count
 
 
-def _targets(federation: Federation, client: int, index: Tensor) -> Tensor:
-    """A client's labels, in its own labelling where it has one."""
-    targets = federation.targets[index]
-    return targets if federation.label_maps is None else federation.label_maps[client][targets]
+def _identity(state: State) -> tuple[Any, ...]:
+    """A key that two models have in common if they are the same tensors."""
+    return tuple((name, value.data_ptr(), value.shape) for name, value in state.items())
 
 
-def _stacked(module: FederatedModule, clients: list[int], split: Split) -> list[ClientOutput]:
+def _stacked(method: NamedModel, federation: Federation, models: list[Personal], split: Split) -> list[ClientOutput]:
     """Clients with a model each: models stacked, samples padded to the longest and cut again."""
-    federation = module.federation
-    states = [module.personal_state(client) for client in clients]
+    states = [model.state for model in models]
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
-    parts = [federation.index(split)[client] for client in clients]
+    parts = [federation.index(split)[model.row] for model in models]
     index = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
     def one(state: State, x: Tensor) -> Tensor:
         with StackLayout():
-            return module.call(state, x, training=False)[0]
+            return method.call(state, x, training=False)[0]
 
     logits = []
-    for part in torch.split(index, max(1, STACKED_SAMPLES // len(clients)), dim=1):
-        x = federation.features(federation.inputs[part.reshape(-1)], module.compute_dtype)
+    for part in torch.split(index, max(1, STACKED_SAMPLES // len(models)), dim=1):
+        x = federation.features(federation.inputs[part.reshape(-1)], method.compute_dtype)
         logits.append(torch.vmap(one)(stacked, x.view(*part.shape, *x.shape[1:])))
     scores = torch.cat(logits, dim=1)
     return [
-        (client, scores[k, : len(part)], _targets(federation, client, part))
-        for k, (client, part) in enumerate(zip(clients, parts, strict=True))
+        (model.row, scores[k, : len(part)], federation.labels([model.row], part[None])[0])
+        for k, (model, part) in enumerate(zip(models, parts, strict=True))
     ]

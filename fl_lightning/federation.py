@@ -84,6 +84,8 @@ class Federation:
         label_maps: own label permutation of every client, int64, shape (clients, classes); None means no relabelling.
         augment: changes a raw training batch of one client, drawing from that client's stream alone.
         meta: what is known of the clients, one value each (mode, dominant class, user).
+        numbers: number of every client in the whole federation, where this is a part of it (one site's data); their
+            random streams go by it. None numbers them from 0.
     """
 
     inputs: Tensor
@@ -98,6 +100,7 @@ class Federation:
     label_maps: Tensor | None = None
     augment: Augment | None = None
     meta: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    numbers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.train) == 0:
@@ -153,6 +156,10 @@ class Federation:
     def num_clients(self) -> int:
         """Number of clients."""
         return len(self.train)
+
+    def number_of(self, client: int) -> int:
+        """The number of a client in the whole federation."""
+        return client if self.numbers is None else self.numbers[client]
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""``FederatedLoop``: one round, nested under Lightning's own fit loop.
+"""``FederatedLoop``: one round, called by the training step of a stock ``Trainer.fit``.
 
 A round is one epoch, one stock "batch" and one step of the server's optimizer, so progress, checkpoints, early
 stopping and loggers of a stock ``Trainer`` count rounds.
@@ -16,14 +16,10 @@ from dataclasses import astuple, dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loops.loop import _Loop
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from fl_lightning.client import ClientSnapshot
-from fl_lightning.engine import Job, Result, Stage
 from fl_lightning.errors import FederationError
+from fl_lightning.parties import Returned, Stage
 from fl_lightning.wire import Message, State, is_finite, nbytes
 
 if TYPE_CHECKING:
@@ -80,23 +76,25 @@ class Tally:
         }
 
 
-class FederatedLoop(_Loop):
+class FederatedLoop:
     """Runs one round each time it is called.
 
     A round has one stage, unless the method divides it. Nothing of a stage is kept until it is over: the server's model
-    and the snapshots change together at its end. A run that stops before that resumes as if the stage had not begun;
-    one that stops after the last stage, with a checkpoint written before Lightning has counted the round, does not run
-    the round twice.
+    and the clients' snapshots change together at its end. A run that stops before that resumes as if the stage had not
+    begun; one that stops after the last stage, with a checkpoint written before Lightning has counted the round, does
+    not run the round twice.
 
     Args:
-        trainer: the Trainer that it hangs under.
-        module: the federated method.
+        module: the federated method, attached to a Trainer.
     """
 
-    def __init__(self, trainer: Trainer, module: FederatedModule) -> None:
-        super().__init__(trainer)
-        self.trainer: Any = trainer  # most of what is used here Lightning attaches without types
+    def __init__(self, module: FederatedModule) -> None:
         self.module = module
+
+    @property
+    def trainer(self) -> Any:
+        """The module's Trainer; much of what is used here Lightning attaches without types."""
+        return self.module.trainer
 
     def run(self) -> dict[str, float]:
         """Run the round ``trainer.current_epoch``, unless it is done, and return what to log of it."""
@@ -118,104 +116,50 @@ class FederatedLoop(_Loop):
         self._hook("on_round_start", round, [client for stage in stages for client in stage.clients])
         messages: list[Message] = []
         for number in range(module.completed_stages, len(stages)):
-            messages += self._stage(round, stages[number], last=number + 1 == len(stages))
+            messages += self._stage(stages[number], last=number + 1 == len(stages))
         self._hook("on_round_end", messages)
 
-    def _stage(self, round: int, stage: Stage, last: bool) -> list[Message]:
+    def _stage(self, stage: Stage, last: bool) -> list[Message]:
         """Train a stage's clients and commit what the server makes of their messages, which are returned."""
-        self.module.stage = stage
-        began, down, messages, snapshots = time.perf_counter(), 0, [], {}
-        for number, received, result in self._train(stage, round):
-            message, snapshots[number] = self._collect(number, received, result, round)
-            messages.append(message)
-            down += nbytes(received)
-            self._hook("on_client_end", number, message)
-        messages, snapshots, down = self._exchange(messages, snapshots, down)
-        for message in messages:
-            self._hook("on_message_up", message.client, message)
-        tally = Tally(up=sum(m.nbytes for m in messages), down=down)
-        kept = self._finite(messages, snapshots, stage.needed or (last and not self.module.tally.trained))
-        left_out = len(messages) - len(kept)
+        module, began = self.module, time.perf_counter()
+        module.stage = stage
+        sent = self._send(stage)
+        returned: list[Returned] = []
+        steps = DEV_STEPS if self.trainer.fast_dev_run else None
+        for one in module.exchange.train(module.setting(stage.name), sent, steps):
+            self._hook("on_client_end", one.message.client, one.message)
+            returned.append(one)
+        returned = module.exchange.gather(returned)
+        for one in returned:
+            self._hook("on_message_up", one.message.client, one.message)
+        tally = Tally(up=sum(one.message.nbytes for one in returned), down=sum(map(nbytes, sent.values())))
+        kept = self._finite(returned, stage.needed or (last and not module.tally.trained))
         if kept:
             self._hook("on_before_aggregate", kept)
         tally = replace(tally, clients_seconds=time.perf_counter() - began)
-        if stage.training is None:
-            tally = tally.count(kept, left_out)
-        else:
-            snapshots = {}
-        self._commit(round, kept, snapshots, tally, last)
+        if any(one.counts for one in returned):
+            tally = tally.count(kept, len(returned) - len(kept))
+        self._commit(stage, kept, tally, last)
         return kept
 
-    def _train(self, stage: Stage, round: int) -> Iterator[tuple[int, State, Result]]:
-        """Train a stage's clients stack by stack, similar sizes together."""
-        module, federation = self.module, self.module.federation
-        sizes = federation.train.sizes
-        order = sorted(stage.clients, key=lambda number: (-int(sizes[module.client_of(number)]), number))
-        steps = DEV_STEPS if self.trainer.fast_dev_run else None
-        width = module.engine.width
-        if self.trainer.world_size > 1:
-            self._agree_on_engine(stage, round, order[:width])
-            order = self._share(order)
-        for start in range(0, len(order), width):
-            received = {}
-            for number in order[start : start + width]:
-                received[number] = module.message_down(number)
-                self._hook("on_client_start", number, received[number])
-            jobs = [Job(module.client_of(n), module.begin(n, message)) for n, message in received.items()]
-            with self.trainer.profiler.profile("local_training"), _no_autocast_cache():
-                results = module.engine.train(stage.training or module, federation, jobs, round, steps)
-            if stage.training is None:
-                module.after_training({n: r.state for n, r in zip(received, results, strict=True)}, round)
-            yield from zip(received, received.values(), results, strict=True)
+    def _send(self, stage: Stage) -> dict[int, State]:
+        """The messages to the clients of a stage."""
+        make = self.module.message_down if stage.send is None else stage.send
+        sent: dict[int, State] = {}
+        for number in sorted(stage.clients):
+            sent[number] = make(number)
+            self._hook("on_client_start", number, sent[number])
+        return sent
 
-    def _share(self, order: list[int]) -> list[int]:
-        """The clients that this process trains; it hears what the others' are sent, as it will hear what they send."""
-        own = order[self.trainer.global_rank :: self.trainer.world_size]
-        for number in [number for number in order if number not in set(own)]:
-            self._hook("on_client_start", number, self.module.message_down(number))
-        return own
-
-    def _agree_on_engine(self, stage: Stage, round: int, first: list[int]) -> None:
-        """Let all processes use the engine that the first of them chooses."""
-        module, engine = self.module, self.module.engine
-        if engine.choice is None and self.trainer.is_global_zero:
-            jobs = [Job(module.client_of(n), module.begin(n, module.message_down(n))) for n in first]
-            engine.choose(stage.training or module, module.federation, jobs, round)
-        choice = self.trainer.strategy.broadcast(engine.choice)
-        if engine.choice is None:
-            engine.settle(choice)
-
-    def _exchange(
-        self, messages: list[Message], snapshots: dict[int, ClientSnapshot], down: int
-    ) -> tuple[list[Message], dict[int, ClientSnapshot], int]:
-        """What the clients of all processes sent, keep and received, by client; every process then does the same."""
-        if self.trainer.world_size > 1:
-            parts: list[Any] = [None] * self.trainer.world_size
-            # Entries may be views of a stack of clients, which would be sent whole with each of them.
-            own = [replace(m, tensors={name: value.clone() for name, value in m.tensors.items()}) for m in messages]
-            torch.distributed.all_gather_object(parts, (own, snapshots, down))
-            messages = [message for part, _, _ in parts for message in part]
-            snapshots = {client: snapshot for _, part, _ in parts for client, snapshot in part.items()}
-            down = sum(part for _, _, part in parts)
-        return sorted(messages, key=lambda message: message.client), snapshots, down
-
-    def _collect(self, number: int, received: State, result: Result, round: int) -> tuple[Message, ClientSnapshot]:
-        module = self.module
-        tensors, private = module.finish(number, result.state, received)
-        message = Message(number, tensors, len(module.federation.train[module.client_of(number)]), result.loss)
-        kept = {name: value.detach().clone() for name, value in private.items()}
-        return message, module.snapshots[number].after(kept, round, result.steps)
-
-    def _finite(self, messages: list[Message], snapshots: dict[int, ClientSnapshot], needed: bool) -> list[Message]:
+    def _finite(self, returned: list[Returned], needed: bool) -> list[Message]:
         """Leave out clients whose update, sent or kept, is not finite; their snapshots stay as they were.
 
         Args:
-            messages: what they sent.
-            snapshots: what they keep.
+            returned: what the clients returned.
             needed: whether somebody must be left.
         """
-        finite = [m for m in messages if is_finite(m.tensors) and is_finite(snapshots[m.client].private)]
-        bad = sorted({m.client for m in messages} - {m.client for m in finite})
+        finite = [one.message for one in returned if one.sound and is_finite(one.message.tensors)]
+        bad = sorted({one.message.client for one in returned} - {message.client for message in finite})
         if bad:
             named = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
             if needed and not finite:
@@ -228,17 +172,15 @@ class FederatedLoop(_Loop):
             )
         return finite
 
-    def _commit(
-        self, round: int, messages: list[Message], snapshots: dict[int, ClientSnapshot], tally: Tally, last: bool
-    ) -> None:
-        module, began = self.module, time.perf_counter()
+    def _commit(self, stage: Stage, messages: list[Message], tally: Tally, last: bool) -> None:
+        """Step the server and keep the clients' snapshots, all at once."""
+        module, began, round = self.module, time.perf_counter(), self.trainer.current_epoch
+        absorb = module.aggregate if stage.absorb is None else stage.absorb
         with _interrupts_held():
             if messages:
-                module.server_step(module.aggregate(messages))
+                module.server_step(absorb(messages))
             server_seconds = time.perf_counter() - began
-            for message in messages:
-                if message.client in snapshots:
-                    module.snapshots[message.client] = snapshots[message.client]
+            module.exchange.commit([message.client for message in messages], round)
             module.bytes_up += tally.up
             module.bytes_down += tally.down
             module.tally = module.tally.add(replace(tally, server_seconds=server_seconds))
@@ -273,14 +215,3 @@ def _interrupts_held() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if held and callable(handler):
             handler(*held[0])
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Local steps change weights in place: a cached low-precision copy of them would be stale."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -1,66 +1,67 @@
-"""``FederatedModule``: the contract that every method fills in, and FedAvg where it says nothing else."""
+"""``FederatedModule``: a federated method as a LightningModule; the method itself is its contract's two sides."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning import persistence, seeding
-from fl_lightning.client import DiskSnapshotStore, SnapshotStore
-from fl_lightning.engine import (
-    Batch,
-    FunctionalNet,
-    Gradient,
-    LocalTraining,
-    Move,
-    Phase,
-    Stage,
-    Update,
-    entries,
-    make_engine,
-)
+from fl_lightning.checks import one_of
+from fl_lightning.contract import AdversarySide, ClientSide
+from fl_lightning.engine import Engine, LocalTraining, entries, make_engine
 from fl_lightning.errors import FederationError
-from fl_lightning.evaluation import Evaluator
-from fl_lightning.federation import Federation
+from fl_lightning.evaluation import ClientOutput, Evaluator, evaluation_setting
+from fl_lightning.exchange import Clients
+from fl_lightning.federation import Federation, Split
 from fl_lightning.lightning_checks import check_batches, check_data, check_net, check_trainer
 from fl_lightning.loop import FederatedLoop, Tally
-from fl_lightning.nets import FedNet, LossNet
+from fl_lightning.model import BufferPolicy
+from fl_lightning.nets import FedNet
+from fl_lightning.parties import Introduction, Setting, Stage
 from fl_lightning.progress import federated_progress_bar
-from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
+from fl_lightning.simulation import RankedClients, SimulatedClients
+from fl_lightning.snapshots import DiskSnapshotStore, SnapshotStore
+from fl_lightning.wire import State, Weighting
 
-BufferPolicy = Literal["average", "keep", "reset"]
 #: What the progress bar shows.
 SHOWN = ("train/loss", "val/acc")
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class FederatedModule(LightningModule):
+class FederatedModule(ClientSide, AdversarySide, LightningModule):
     """A federated method as a LightningModule: ``Trainer(max_epochs=rounds).fit(method, datamodule)``.
 
     The module holds the server's model. A client is a snapshot of this module's state: the shared entries it
-    receives and the private ones it keeps. A method overrides only what differs from FedAvg:
+    receives and the private ones it keeps. A method overrides only what differs from FedAvg, on two sides:
 
-    ==================  =======================================================================================
-    ``is_private``      which entries of the net stay with the client
-    ``client_loss``     the local objective
-    ``moves``           what happens on a minibatch, if it is not one SGD step on ``client_loss``
-    ``phases``          what is trained for how many epochs
-    ``stages``          who trains after whom within a round
-    ``message_down``    what the server sends; ``begin`` makes the client's state of it
-    ``finish``          what the client sends up and what it keeps
-    ``aggregate``       what the server makes of the messages
-    ``personal_state``  the model that a client is evaluated with
-    ==================  =======================================================================================
+    ===================  ======================================================================================
+    client
+    -----------------------------------------------------------------------------------------------------------
+    ``is_private``       which entries of the net stay with the client
+    ``introduce``        what a client tells when it joins
+    ``enter``            the state it trains from, made of what it received and what it kept
+    ``client_loss``      the local objective
+    ``correct``          the gradients that the local optimizer gets
+    ``moves``            the steps on a minibatch
+    ``phases``           what is trained for how many epochs
+    ``leave``            what it sends up and what it keeps
+    ``personal``         the model that it is evaluated with
+    -------------------  --------------------------------------------------------------------------------------
+    server
+    -----------------------------------------------------------------------------------------------------------
+    ``stages``           who trains after whom within a round
+    ``message_down``     what a client is sent to train from
+    ``evaluation_down``  what it is sent to be evaluated with
+    ``aggregate``        what the server makes of the messages
+    ===================  ======================================================================================
 
-    Everything between ``begin`` and ``finish`` is a pure function of named tensors, so an engine may train one
+    Everything between ``enter`` and ``leave`` is a pure function of named tensors, so an engine may train one
     client or stack fifty.
 
     Args:
@@ -108,224 +109,55 @@ class FederatedModule(LightningModule):
         persistence.note_hyperparameters(self, net)
         self.net: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
         self.local = LocalTraining(lr, epochs, batch_size, momentum, weight_decay, clip_norm)
-        self.weighting: Weighting = _one_of("weighting", weighting, ("samples", "uniform"))
-        self.buffers_policy: BufferPolicy = _one_of("buffers", buffers, ("average", "keep", "reset"))
+        self.weighting: Weighting = one_of("weighting", weighting, ("samples", "uniform"))
+        self.buffers_policy: BufferPolicy = one_of("buffers", buffers, ("average", "keep", "reset"))
         self.server_optimizer = server_optimizer
-        self.engine = make_engine(engine, clients_per_stack, workers)
+        self.engine: Engine = make_engine(engine, clients_per_stack, workers)
+        #: What is kept of every client between rounds.
         self.snapshots = SnapshotStore() if store is None else DiskSnapshotStore(store)
-        self.evaluator = Evaluator()
+        self.exchange: Clients = SimulatedClients(self)
+        self.roster: list[Introduction] = []
+        self.evaluator, self.loop = Evaluator(), FederatedLoop(self)
         self.bytes_up = self.bytes_down = self.completed_rounds = self.completed_stages = 0
-        self.stage, self.tally = Stage(()), Tally()  # under way, and what those before it in the round add up to
+        self.stage, self.tally = Stage(()), Tally()  # under way, and totals of those before it in the round
         self.summary: dict[str, float] = {}
         buffers_of_net = entries(self.net).keys() - dict(self.net.named_parameters()).keys()
-        self._initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n in buffers_of_net}
-        # Not registered and made where it is used: it is neither saved nor shared with other processes.
-        self.__dict__["_functional"] = None
+        self.initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n in buffers_of_net}
+        self.forget_net()
 
-    #: Whether the server's model is a mean of the clients' under weights that their data does not decide.
-    aggregates_by_mean: ClassVar[bool] = True
-    #: Whether the server's model may get units that it did not begin with.
-    grows: bool = False
+    # ---- the exchange with the clients ------------------------------------------------------------------------
 
-    # ---- what a method may say ------------------------------------------------------------------------------
+    @property
+    def simulation(self) -> SimulatedClients:
+        """The clients, where they are simulated: for reports and attacks, which look at what only clients see."""
+        if not isinstance(self.exchange, SimulatedClients):
+            raise FederationError("Clients that are elsewhere keep their models and data: this is for simulations.")
+        return self.exchange
 
-    def is_private(self, name: str) -> bool:
-        """Whether an entry of the net stays with the client."""
-        return False
+    @property
+    def is_fitting(self) -> bool:
+        """Whether a fit is under way."""
+        return self._trainer is not None and self._trainer.training
 
-    def phases(self) -> Sequence[Phase]:
-        """The phases of local training; by default one in which every trainable parameter is trained."""
-        return [Phase(self.local.epochs, self.trainable_names)]
-
-    def moves(self, phase: Phase) -> Sequence[Move]:
-        """The moves made on every minibatch; by default one SGD step on ``client_loss``."""
-        return [self.descend]
-
-    def opening(self, phase: Phase) -> Sequence[Move]:
-        """The moves made on a client's first minibatch of a phase instead; by default it is like the others."""
-        return ()
-
-    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One SGD step on ``client_loss``."""
-        grads, loss, buffers = gradient(lambda s: self.client_loss(s, batch), state, phase.trainable)
-        return Update(loss, grads, buffers)
-
-    def client_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
-        """The local objective on one minibatch, and the buffers that the forward pass changed."""
-        return self.batch_loss(state, batch.x, batch.y, batch.noise)
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Loss of a batch: the mean cross entropy."""
-        if target.dim() != 1 or target.is_floating_point():
-            return F.cross_entropy(output, target)
-        # The same without a class to ignore, which leaves a dozen operations less in a captured step.
-        return -F.log_softmax(output, dim=1).gather(1, target[:, None]).mean()
-
-    def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
-        """Noise for one client's epoch, each tensor of shape (steps, ...); it enters as ``batch.noise``."""
-        return {}
+    def setting(self, stage: str = "train") -> Setting:
+        """What the server tells every client of a stage."""
+        rounds = -1 if self._trainer is None else int(self._trainer.max_epochs or -1)
+        return Setting(self.completed_rounds, rounds, stage, len(self.roster))
 
     def cohort(self, round: int) -> list[int]:
         """The clients that train in a round."""
         cohort: list[int] = self.datamodule.cohort(round)
         return cohort
 
-    def stages(self, round: int, cohort: list[int]) -> Sequence[Stage]:
-        """The stages of a round, one after the other; by default one, in which the cohort trains.
-
-        The server aggregates after each of them; ``self.stage`` is the one under way. Must depend on nothing but its
-        arguments, the method's settings and the federation: a resumed run asks again and goes on after the last stage
-        that was completed.
-        """
-        return [Stage(cohort)]
-
-    def client_of(self, number: int) -> int:
-        """The client whose data and streams a number of the cohort stands for: itself, where clients train one model.
-
-        A method whose clients train several models in a round numbers them all in ``cohort``; messages, snapshots and
-        hooks then go by these numbers.
-        """
-        return number
-
-    def message_down(self, client: int) -> State:
-        """What the server sends to a client: the shared entries."""
-        state = self.server_state()
-        return {name: state[name] for name in self.shared_names if self._sends(name)}
-
-    def begin(self, client: int, message: State) -> State:
-        """The state a client trains from: what it received, and its own entries (at first the common initial ones)."""
-        state, own = self.server_state(), self.snapshots[client].private
-        if self.buffers_policy == "reset":
-            state |= {name: value.to(state[name]) for name, value in self._initial_buffers.items()}
-            own = {name: value for name, value in own.items() if name not in self._initial_buffers}
-        return {**state, **message, **own}
-
-    def after_training(self, states: Mapping[int, State], round: int) -> None:
-        """Called with the states of a stack of trained clients, to add entries for ``finish`` to them; adds none."""
-
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-        """What a trained client sends up, and the private entries that it keeps."""
-        return {name: state[name] for name in self.shared_names}, {name: state[name] for name in self.private_names}
-
-    def aggregate(self, messages: list[Message]) -> State:
-        """New values of entries of :attr:`server`; the server's optimizer steps towards them, the others stay."""
-        return weighted_mean(messages, message_weights(messages, self.weighting))
-
-    def round_metrics(self) -> dict[str, float]:
-        """What else to log of a round that was just aggregated; nothing."""
-        return {}
-
     def personal_state(self, client: int) -> State:
-        """The model that a client is evaluated with, also if it never trained."""
-        return {**self.server_state(), **self.snapshots[client].private}
-
-    def prepare_evaluation(self, clients: Sequence[int]) -> None:
-        """Called before the personal states of several clients are asked for, to make them together; does nothing."""
-
-    def model_key(self, client: int) -> int:
-        """Clients with equal keys are evaluated with one and the same model."""
-        return client if self.private_names else -1
-
-    @property
-    def server(self) -> nn.Module:
-        """What the server's optimizer steps: the net, or several nets for a method that has several models."""
-        return self.net
-
-    def server_extras(self) -> dict[str, Any]:
-        """What the server keeps beside its models, for a checkpoint: plain dicts of tensors and numbers."""
-        return {}
-
-    def load_server_extras(self, extras: dict[str, Any]) -> None:
-        """Bring back what :meth:`server_extras` gave."""
-
-    def global_models(self) -> Sequence[tuple[float, State]]:
-        """Models scored on a test set that belongs to nobody, each with its weight in their mean."""
-        return [] if self.private_names else [(1.0, self.server_state())]
-
-    # ---- what an adversary makes of a method's messages; see fl_lightning.privacy ----------------------------
-
-    def revealed(self, message: State) -> State:
-        """The entries of the net that a message, up or down, tells whoever reads it."""
-        return {name: message[name] for name in self.shared_names if name in message}
-
-    def private_start(self) -> State:
-        """Private entries that whoever lacks them may fit to data of their own, as clients have them at first."""
-        state = self.server_state()
-        return {name: state[name] for name in self.trainable_names if self._stays(name)}
-
-    def assumptions(self) -> dict[str, State]:
-        """What whoever lacks the private entries may put in their place without data, by name."""
-        return {"initial": self.private_start()} if self.private_start() else {"seen": {}}
-
-    def assume(self, state: State, private: State) -> State:
-        """The model of a client with the shared entries of ``state`` and these private ones."""
-        return {**state, **{name: value for name, value in private.items() if name in state}}
-
-    def betrayed(self, received: State, message: State) -> State:
-        """Private entries that show in how a client changed what it received; none unless a method says so.
-
-        Whoever has the private entries of clients used in the training of shared ones should ask what the difference of
-        the two messages tells of them, and say it here, so that attacks know.
-
-        Args:
-            received: what the client was sent.
-            message: what it sent back.
-        """
-        return {}
-
-    # ---- what a method may use ------------------------------------------------------------------------------
-
-    def call(self, state: State, x: Tensor, noise: State | None = None, training: bool = True) -> tuple[Tensor, State]:
-        """The net's output under ``state``, and in training the new values of its buffers."""
-        return self.functional(state, x, noise or {}, training)
-
-    def batch_loss(
-        self, state: State, x: Tensor, y: Tensor, noise: State | None = None, training: bool = True
-    ) -> tuple[Tensor, State]:
-        """Loss of a batch under ``state``, the net's own where it has one, and in training the changed buffers."""
-        if isinstance(self.net, LossNet):
-            return self.functional(state, (x, y), noise or {}, training)
-        output, buffers = self.call(state, x, noise, training)
-        return self.loss(output, y), buffers
-
-    @property
-    def functional(self) -> FunctionalNet:
-        """The net as a pure function."""
-        if self.__dict__["_functional"] is None:
-            self.__dict__["_functional"] = FunctionalNet(self.net)
-        functional: FunctionalNet = self.__dict__["_functional"]
-        return functional
-
-    def server_state(self) -> State:
-        """All entries of the server's net by name; private ones hold the common initial values."""
-        return {name: value.detach() for name, value in entries(self.net).items()}
-
-    @property
-    def trainable_names(self) -> tuple[str, ...]:
-        """Names of the net's trainable parameters."""
-        return tuple(name for name, p in self.net.named_parameters() if p.requires_grad)
-
-    @property
-    def private_names(self) -> tuple[str, ...]:
-        """Entries of the net that stay with the client."""
-        return tuple(name for name in self._entry_names if self._stays(name))
-
-    @property
-    def shared_names(self) -> tuple[str, ...]:
-        """Entries of the net that cross the wire."""
-        return tuple(name for name in self._entry_names if not self._stays(name))
-
-    @property
-    def _entry_names(self) -> tuple[str, ...]:
-        """Names of the net's entries, asked for often and looked up once for a net in a fit."""
-        known: tuple[nn.Module, tuple[str, ...]] | None = self.__dict__.get("_names")
-        if known is None or known[0] is not self.net:
-            known = self.__dict__["_names"] = (self.net, tuple(entries(self.net)))
-        return known[1]
+        """The model that a simulated client is evaluated with, also if it never trained."""
+        messages = {client: self.evaluation_down(client)}
+        ((_, state),) = self.simulation.personal(evaluation_setting(self), messages)
+        return state
 
     @property
     def federation(self) -> Federation:
-        """The clients' data, on the module's device."""
+        """The simulated clients' data, on the module's device."""
         federation: Federation = self.datamodule.federation.to(self.device)
         self.datamodule.federation = federation
         return federation
@@ -335,36 +167,15 @@ class FederatedModule(LightningModule):
         """The Trainer's federated DataModule."""
         return self.trainer.datamodule  # type: ignore[attr-defined]
 
-    def _stays(self, name: str) -> bool:
-        return self.is_private(name) or (self.buffers_policy == "keep" and name in self._initial_buffers)
-
-    def _sends(self, name: str) -> bool:
-        return not (self.buffers_policy == "reset" and name in self._initial_buffers)
-
-    # ---- what engines ask -----------------------------------------------------------------------------------
-
-    @property
-    def batch_statistics(self) -> bool:
-        """Whether the net normalises over the batch."""
-        return self.functional.batch_statistics
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The net's floating precision."""
-        return next((p.dtype for p in self.net.parameters() if p.is_floating_point()), torch.get_default_dtype())
-
-    def dropout_shapes(self, x: Tensor) -> dict[str, tuple[int, ...]]:
-        """Noise entries of the net's dropout layers."""
-        return self.functional.dropout_shapes(x)
-
     def for_worker(self) -> Self:
         """A copy that another process can train clients with: no Trainer, no clients, no server's optimizer."""
         twin = copy.copy(self)
         twin._modules = {**self._modules, "net": copy.deepcopy(self.net)}
         twin._trainer = None
         twin.server_optimizer = None
-        twin.snapshots, twin.evaluator, twin.engine = SnapshotStore(), Evaluator(), make_engine("sequential")
-        twin.__dict__["_functional"] = twin.__dict__["_names"] = None
+        twin.engine, twin.snapshots, twin.exchange = make_engine("sequential"), SnapshotStore(), SimulatedClients(twin)
+        twin.roster, twin.evaluator, twin.loop = [], Evaluator(), FederatedLoop(twin)
+        twin.forget_net()
         return twin
 
     # ---- Lightning ------------------------------------------------------------------------------------------
@@ -378,23 +189,26 @@ class FederatedModule(LightningModule):
         return [] if ours is None else [ours]
 
     def setup(self, stage: str) -> None:
-        """Hang the federated loop into the stock fit loop."""
+        """Check net and data, and let the clients introduce themselves."""
         federation = check_data(self.trainer)
         check_net(self, federation)
         if stage == "fit":
             check_batches(self)
         self.evaluator.prepare(federation.num_clients)
-        self.__dict__["_functional"] = self.__dict__["_names"] = None  # made anew where the module then lies
+        self.forget_net()  # made anew where the module then lies
+        kind = RankedClients if self.trainer.world_size > 1 else SimulatedClients
+        if isinstance(self.exchange, SimulatedClients) and type(self.exchange) is not kind:
+            self.exchange = kind(self)
+        self.roster = list(self.exchange.introduce())
         if stage == "fit":
-            self.engine.reset()
+            self.exchange.reset()
             # Of this fit; a checkpoint that is resumed says otherwise.
             self.completed_rounds = self.completed_stages = 0
             self.tally = Tally()
-            self.trainer.fit_loop.federated = FederatedLoop(self.trainer, self)  # type: ignore[attr-defined]
 
     def teardown(self, stage: str) -> None:
         """Let the engine forget what it prepared, and stop its processes."""
-        self.engine.reset()
+        self.exchange.reset()
 
     def on_fit_start(self) -> None:
         """Clients follow the module to its device and precision, which a checkpoint is read before."""
@@ -413,7 +227,7 @@ class FederatedModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """One federated round."""
-        self._log(self.trainer.fit_loop.federated.run())  # type: ignore[attr-defined]
+        self._log(self.loop.run())
 
     @torch.no_grad()
     def server_step(self, target: State) -> None:
@@ -438,7 +252,12 @@ class FederatedModule(LightningModule):
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> dict[int, Tensor]:
         """Predicted classes of each client's test samples."""
-        return {client: logits.argmax(1) for client, logits, _ in self.evaluator.outputs(self, batch.tolist(), "test")}
+        return {client: logits.argmax(1) for client, logits, _ in self.outputs(batch.tolist(), "test")}
+
+    def outputs(self, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
+        """Scores and labels of simulated clients' samples with the models that they are evaluated with."""
+        messages = {client: self.evaluation_down(client) for client in clients}
+        return self.simulation.outputs(evaluation_setting(self), messages, split)
 
     def on_validation_epoch_end(self) -> None:
         """Log what the clients scored."""
@@ -471,9 +290,3 @@ class FederatedModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Bring back every client's snapshot."""
         persistence.load(self, checkpoint)
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[str]) -> Any:
-    if value not in allowed:
-        raise FederationError(f"{name} must be {' or '.join(allowed)}, not {value!r}.")
-    return value

@@ -43,6 +43,31 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     return bits.flatten()[:n].bool()
 
 
+def prefixed(prefix: str, state: State, names: Iterable[str] | None = None) -> State:
+    """The entries, or those of them that are named, under names that begin with ``prefix``.
+
+    Example:
+        >>> sorted(prefixed("own.", {"w": torch.ones(1), "b": torch.ones(1)}, ["w"]))
+        ['own.w']
+    """
+    return {prefix + name: state[name] for name in (state if names is None else names)}
+
+
+def under(prefix: str, state: State) -> State:
+    """The entries whose names begin with ``prefix``, without it; the inverse of :func:`prefixed`.
+
+    Example:
+        >>> sorted(under("own.", {"own.w": torch.ones(1), "w": torch.ones(1)}))
+        ['w']
+    """
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def without(prefix: str, state: State) -> State:
+    """The entries whose names do not begin with ``prefix``."""
+    return {name: value for name, value in state.items() if not name.startswith(prefix)}
+
+
 def is_finite(tensors: State) -> bool:
     """Whether every floating entry is finite."""
     return all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point())

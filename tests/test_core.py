@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning import seeding
-from fl_lightning.client import ClientSnapshot, SnapshotStore
 from fl_lightning.engine.schedule import batch_sizes
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex, Federation
 from fl_lightning.metrics import ClientAccuracy, client_summary, worst_tenth
+from fl_lightning.snapshots import ClientSnapshot, SnapshotStore
 from fl_lightning.wire import Message, fast_copy, is_finite, message_weights, nbytes, weighted_mean
 
 

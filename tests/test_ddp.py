@@ -15,8 +15,10 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 
 from fl_lightning.errors import FederationError
-from fl_lightning.loop import FederatedLoop
 from fl_lightning.methods import FedAvg
+from fl_lightning.parties import Returned
+from fl_lightning.simulation import RankedClients
+from fl_lightning.snapshots import ClientSnapshot
 from fl_lightning.wire import Message
 from tests.ddp_run import main
 from tests.support import blobs, fit, largest_difference, mlp
@@ -54,20 +56,22 @@ def test_two_ranks_agree_with_one_process(kind: str, engine: str, tmp_path: Path
 
 def test_a_message_is_sent_without_the_stack_it_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = torch.arange(16000.0).view(16, 1000)
-    messages = [Message(client, {"w": stack[client]}, 1) for client in range(16)]
+    returned = [Returned(Message(client, {"w": stack[client]}, 1)) for client in reversed(range(16))]
     sent: list[int] = []
 
     def gather(parts: list[Any], own: Any) -> None:
-        for message in own[0]:
-            sent.append(len(pickle.dumps(message)))
-        parts[:] = [own, ([], {}, 5)]
+        sent.extend(len(pickle.dumps(one)) for one in own[0])
+        parts[:] = [own, ([], {3: ClientSnapshot(rounds=1)})]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    loop: Any = SimpleNamespace(trainer=SimpleNamespace(world_size=2))
-    received, _, down = FederatedLoop._exchange(loop, messages, {}, 3)
+    method: Any = FedAvg(mlp())
+    method._trainer = SimpleNamespace(world_size=2)
+    clients = RankedClients(method)
+    received = clients.gather(returned)
     assert max(sent) < 2 * stack[0].nbytes
-    assert torch.equal(torch.stack([message.tensors["w"] for message in received]), stack)
-    assert down == 8
+    assert torch.equal(torch.stack([one.message.tensors["w"] for one in received]), stack)
+    clients.commit([3], 0)
+    assert method.snapshots[3].rounds == 1
 
 
 def test_a_strategy_that_shards_the_model_is_refused() -> None:

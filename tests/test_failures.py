@@ -18,6 +18,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedProx, Local
 from fl_lightning.nets import MLP, LeNet5, LeNetBN
 from fl_lightning.optim import FedAdam
+from fl_lightning.parties import Me, Reply
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 
 
@@ -28,11 +29,11 @@ class Poisoned(FedAvg):
         super().__init__(net, **kwargs)
         self.bad, self.since = bad, since
 
-    def finish(self, client: int, state: Any, message: Any) -> Any:
-        up, private = super().finish(client, state, message)
-        if client in self.bad and self.trainer.current_epoch >= self.since:
-            up = {**up, "head.bias": up["head.bias"] * math.nan}
-        return up, private
+    def leave(self, state: Any, received: Any, me: Me) -> Reply:
+        reply = super().leave(state, received, me)
+        if me.client in self.bad and me.round >= self.since:
+            return reply.plus(up={"head.bias": state["head.bias"] * math.nan})
+        return reply
 
 
 def test_a_client_that_is_not_finite_is_left_out_and_named() -> None:
@@ -144,7 +145,7 @@ def test_checkpoints_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
         (lambda: FedAvg(mlp(), engine="warp"), "There is no engine 'warp': choose auto, sequential, stacked, captured"),
         (lambda: FedAvg(mlp(), clients_per_stack=0), "clients_per_stack must be 1 or more"),
         (lambda: FedAvg(mlp(), weighting="size"), "weighting must be samples or uniform"),  # type: ignore[arg-type]
-        (lambda: FedAvg(mlp(), buffers="drop"), "buffers must be average or keep or reset"),  # type: ignore[arg-type]
+        (lambda: FedAvg(mlp(), buffers="drop"), "buffers must be average, keep or reset"),  # type: ignore[arg-type]
         (lambda: Digits(fraction=0.0), "fraction must be greater than 0 and at most 1"),
         (lambda: Digits(fraction=1.1), "fraction must be greater than 0 and at most 1"),
         (lambda: Digits(partition=IID(clients=5000)).setup(), "clients"),

@@ -18,6 +18,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import mean_loss
 from fl_lightning.federate import client_logs, federate, local_settings
 from fl_lightning.methods import FedAvg, FedPer, FedProx
+from fl_lightning.parties import LocalData
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
 
 
@@ -90,7 +91,7 @@ def test_losses_asked_for_by_the_server_are_the_users() -> None:
         scores = method.net.module(federation.inputs[index].double())
     target = nn.functional.one_hot(federation.targets[index], CLASSES).double()
     expected = (scores.softmax(1) - target).square().sum(1).mean()
-    assert float(mean_loss(method, method.server_state(), 0)) == pytest.approx(float(expected))
+    assert float(mean_loss(method, method.server_state(), LocalData(federation, 0))) == pytest.approx(float(expected))
 
 
 class Counting(User):

@@ -15,8 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning import seeding
 from fl_lightning.errors import FederationError
-from fl_lightning.laplace import DiagonalCurvature, categorical, client_curvature, posterior_variance, precision
+from fl_lightning.methods.lib.laplace import (
+    DiagonalCurvature,
+    categorical,
+    client_curvature,
+    posterior_variance,
+    precision,
+)
 from fl_lightning.nets import MLP, LeNet5, LeNetBN, LossNet, ResNet20
+from fl_lightning.parties import LocalData
 from tests.support import CLASSES, FEATURES, blobs, largest_difference, mlp
 
 State = dict[str, Tensor]
@@ -251,9 +258,10 @@ def test_neither_chunks_nor_company_change_a_client(kind: Any, chunk: int) -> No
     states = {c: {n: p.detach() * (1 + c) for n, p in net.named_parameters()} for c in range(4)}
 
     def found(clients: list[int], chunk: int) -> dict[int, State]:
-        rngs = {c: seeding.stream(0, "laplace", 0, c) for c in clients}
-        own = {c: states[c] for c in clients}
-        return client_curvature(DiagonalCurvature(net, kind=kind), federation, own, rngs, torch.float64, 30, chunk, 2)
+        rngs = [seeding.stream(0, "laplace", 0, c) for c in clients]
+        own, data = [states[c] for c in clients], [LocalData(federation, c) for c in clients]
+        diagonal = DiagonalCurvature(net, kind=kind)
+        return dict(zip(clients, client_curvature(diagonal, data, own, rngs, torch.float64, 30, chunk, 2), strict=True))
 
     together = found([2, 0, 3, 1], chunk)
     for client in range(4):
@@ -263,8 +271,9 @@ def test_neither_chunks_nor_company_change_a_client(kind: Any, chunk: int) -> No
 def test_the_mean_is_over_the_samples_that_were_drawn() -> None:
     federation, net = blobs((12,)).federation, mlp(1).double()
     state = {name: p.detach() for name, p in net.named_parameters()}
-    rngs = {0: seeding.stream(0, "laplace", 0, 0)}
-    (found,) = client_curvature(DiagonalCurvature(net), federation, {0: state}, rngs, torch.float64, 1024).values()
+    rngs = [seeding.stream(0, "laplace", 0, 0)]
+    data = [LocalData(federation, 0)]
+    (found,) = client_curvature(DiagonalCurvature(net), data, [state], rngs, torch.float64, 1024)
     index = federation.train[0]
     whole = by_autograd(net, federation.inputs[index].double(), federation.targets[index])
     assert largest_difference(found, {name: value / 12 for name, value in whole.items()}) < 1e-12
@@ -292,11 +301,10 @@ def test_memory_is_bounded_by_the_chunk_whatever_the_number_of_samples(chunk: in
     def largest(samples: int) -> int:
         federation = blobs((samples, samples), (1, 12, 12)).federation
         state = {name: p.detach() for name, p in net.named_parameters()}
-        rngs = {c: seeding.stream(0, "laplace", 0, c) for c in (0, 1)}
+        rngs = [seeding.stream(0, "laplace", 0, c) for c in (0, 1)]
+        data = [LocalData(federation, c) for c in (0, 1)]
         with Largest() as seen:
-            client_curvature(
-                DiagonalCurvature(net), federation, {0: state, 1: state}, rngs, torch.float64, samples, chunk
-            )
+            client_curvature(DiagonalCurvature(net), data, [state, state], rngs, torch.float64, samples, chunk)
         return seen.numel
 
     assert largest(64) == largest(128) == chunk * weights

@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
 from fl_lightning.callbacks import FederatedCallback, LedgerCallback
-from fl_lightning.engine import CapturedEngine, Phase, Stage
+from fl_lightning.engine import CapturedEngine, LocalMethod, Phase
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg
-from fl_lightning.methods.adaptation import Fitting
+from fl_lightning.methods.lib.adaptation import fitting
+from fl_lightning.parties import Me, Reply, Stage
 from fl_lightning.wire import Message, State
 from tests.engine.test_equality import Dropped, seeded
 from tests.support import blobs, fit, largest_difference, mlp, untimed, weights
@@ -32,12 +33,16 @@ class Halves(FedAvg):
         halves = [Stage([], "nobody"), Stage(cohort[::2], "first"), Stage(cohort[1::2], "second")]
         if round:
             return halves
-        everybody = range(self.federation.num_clients)
-        return [Stage(everybody, "probe", Fitting(self, self.trainable_names, 1, 1, "probe")), *halves]
+        return [Stage(range(len(self.roster)), "probe", absorb=self.count), *halves]
 
-    def aggregate(self, messages: list[Message]) -> State:
-        if self.stage.name != "probe":
-            return super().aggregate(messages)
+    def plan(self, me: Me) -> LocalMethod:
+        return fitting(self, self.trainable_names, 1, 1, "probe") if me.stage == "probe" else super().plan(me)
+
+    def leave(self, state: State, received: State, me: Me) -> Reply:
+        reply = super().leave(state, received, me)
+        return reply._replace(keep=None) if me.stage == "probe" else reply
+
+    def count(self, messages: list[Message]) -> State:
         self.probed = len(messages)
         return {}
 

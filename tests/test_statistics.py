@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from fl_lightning.methods import FedAvg
+from fl_lightning.methods.lib.norm_statistics import measured_statistics, model_statistics, without_running
 from fl_lightning.nets import CNNCifar, LeNet5, LeNetBN
 from fl_lightning.nets.norms import add_norms
-from fl_lightning.statistics import measured_statistics, model_statistics, without_running
+from fl_lightning.parties import LocalData
 from tests.support import CLASSES, blobs
 
 
@@ -58,9 +59,9 @@ def test_measured_over_all_samples_whatever_the_chunks(size: int) -> None:
     data = blobs([size, 4], (3, 6, 6))
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.LayerNorm(80), nn.Linear(80, CLASSES)).double()
     method: Any = FedAvg(net, engine="sequential")  # type: ignore[arg-type]
-    index = data.federation.train[0]
-    found = measured_statistics(method, method.server_state(), data.federation, index, ["0", "2"], "output")
-    x = data.federation.inputs[index].double()
+    batches = (x for x, _ in LocalData(data.federation, 0).batches(7, torch.float64))
+    found = measured_statistics(method, method.server_state(), batches, ["0", "2"], "output")
+    x = data.federation.inputs[data.federation.train[0]].double()
     torch.testing.assert_close(found["0"]["mu"], net[0](x).mean((0, 2, 3)).detach())
     torch.testing.assert_close(found["0"]["sigma"], net[0](x).std((0, 2, 3), correction=0).detach())
     torch.testing.assert_close(found["2"]["mu"], net[:3](x).mean(0).detach())
@@ -72,8 +73,9 @@ def test_recurrent_outputs(packed: bool) -> None:
     data, net = blobs([40, 4], (4, 3)), Recurrent(packed).double()
     method: Any = FedAvg(net, engine="sequential")  # type: ignore[arg-type]
     index = data.federation.train[0]
-    found = measured_statistics(method, method.server_state(), data.federation, index, ["lstm"], "output")
-    out = net.lstm(data.federation.inputs[index].double())[0]
+    x = data.federation.inputs[index].double()
+    found = measured_statistics(method, method.server_state(), x.split(7), ["lstm"], "output")
+    out = net.lstm(x)[0]
     torch.testing.assert_close(found["lstm"]["mu"], out.mean((0, 1)).detach())
     normed = add_norms(net)
     assert normed.lstm.norm.normalized_shape == (8,)  # type: ignore[union-attr]

@@ -13,10 +13,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from fl_lightning.client import ClientSnapshot, DiskSnapshotStore
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedPer, Local
 from fl_lightning.module import FederatedModule
+from fl_lightning.snapshots import ClientSnapshot, DiskSnapshotStore
 from tests.engine.test_equality import differ
 from tests.support import blobs, fit, mlp, trainer
 

@@ -47,7 +47,7 @@ class _FactorizedMLP(nn.Module):
 
     def __init__(self, method: WAFFLe) -> None:
         super().__init__()
-        state, own = method.server_state(), method.initial("fc1")
+        state, own = method.server_state(), method.initial("fc1", method.factors["fc1"])
         self.wa, self.wb = nn.Parameter(state["fc1.wa"].clone()), nn.Parameter(state["fc1.wb"].clone())
         self.r, self.head = nn.Parameter(state["fc1.r"].clone()), nn.Parameter(state["head.weight"].clone())
         self.logits, self.c, self.d = (nn.Parameter(own[kind].clone()) for kind in ("logits", "c", "d"))

@@ -69,7 +69,8 @@ WORKLOADS = {
 
 def own_loop(method: FederatedModule, federation: Federation, x: Tensor, cohort: Sequence[int]) -> int:
     """The plain loop of any method: its own moves with autograd, client after client."""
-    jobs = [Job(client, method.begin(client, method.message_down(client))) for client in cohort]
+    mes = [method.simulation.me(client, method.setting()) for client in cohort]
+    jobs = [Job(me.client, method.enter(method.message_down(me.client), me)) for me in mes]
     return plain.moves(method, federation, jobs)
 
 

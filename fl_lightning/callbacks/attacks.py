@@ -19,12 +19,12 @@ from fl_lightning import seeding
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.fairness import client_groups
-from fl_lightning.client import SnapshotStore
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.report import Report
 from fl_lightning.privacy.views import make_views
 from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, intercept
+from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message, State
 
 ViewName = Literal["outsider", "server", "other_client", "insider"]

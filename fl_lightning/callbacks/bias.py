@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from fl_lightning.callbacks.central import CentralCallback, samples_trained, some_tests
 from fl_lightning.engine import entries
 from fl_lightning.errors import FederationError
-from fl_lightning.module import FederatedModule
-from fl_lightning.nets.norms import norm_layers
-from fl_lightning.statistics import (
+from fl_lightning.methods.lib.norm_statistics import SAMPLES as BATCH
+from fl_lightning.methods.lib.norm_statistics import (
     STATISTICS,
     LayerStatistics,
     measured_statistics,
     model_statistics,
     without_running,
 )
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets.norms import norm_layers
 from fl_lightning.wire import State
 
 #: Test samples on which the statistics of layers that keep none are measured.
@@ -122,7 +123,8 @@ def all_statistics(module: FederatedModule, state: State) -> LayerStatistics:
     """The statistics of a model's normalisation layers, those that it does not hold measured on test samples."""
     found, missing = model_statistics(module.net, state), without_running(module.net)
     if missing:
-        index = some_tests(module, SAMPLES)
-        for layer, own in measured_statistics(module, state, module.federation, index, missing).items():
+        federation = module.federation
+        x = federation.features(federation.inputs[some_tests(module, SAMPLES)], module.compute_dtype)
+        for layer, own in measured_statistics(module, state, torch.split(x, BATCH), missing).items():
             found[layer] = {**own, **found[layer]}
     return found

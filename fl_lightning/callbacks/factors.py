@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from fl_lightning.client import SnapshotStore
 from fl_lightning.errors import FederationError
+from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message
 
 

@@ -151,7 +151,7 @@ class LedgerCallback(FederatedCallback):
         if leaked:
             raise FederationError(
                 f"A message of client {client} carries {', '.join(leaked)}, which {type(module).__name__} says stays "
-                "with the client: mend finish or message_down, or set assert_private=False."
+                "with the client: mend leave or message_down, or set assert_private=False."
             )
 
 

@@ -13,10 +13,10 @@ from fl_lightning.engine.contract import (
     Objective,
     Phase,
     Result,
-    Stage,
     Update,
 )
 from fl_lightning.engine.functional import FunctionalNet, entries
+from fl_lightning.engine.plan import Plan
 from fl_lightning.engine.sequential import SequentialEngine
 from fl_lightning.engine.stacked import StackedEngine
 from fl_lightning.engine.workers import WorkerEngine
@@ -35,10 +35,10 @@ __all__ = [
     "Move",
     "Objective",
     "Phase",
+    "Plan",
     "Result",
     "SequentialEngine",
     "StackedEngine",
-    "Stage",
     "Update",
     "WorkerEngine",
     "entries",

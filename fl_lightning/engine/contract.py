@@ -219,25 +219,6 @@ class LocalMethod(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A part of a round: clients that train side by side and whose messages the server then aggregates.
-
-    Args:
-        clients: who trains; a stage without clients is left out.
-        name: how the method tells its stages apart.
-        training: what the clients train by instead of the method itself; they then keep nothing of it, and it does not
-            count as a round of theirs.
-        needed: whether the round cannot go on without it; else one in which no client's update is finite changes
-            nothing, as long as another stage of the round has one that is.
-    """
-
-    clients: Sequence[int]
-    name: str = "train"
-    training: LocalMethod | None = None
-    needed: bool = False
-
-
 @dataclass
 class Job:
     """One client's local training in one round.

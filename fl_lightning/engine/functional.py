@@ -35,6 +35,8 @@ class FunctionalNet:
 
     def __init__(self, net: nn.Module) -> None:
         self.skeleton = stream_dropout(copy.deepcopy(net))
+        #: Whether several models can be mapped over in one pass, as far as has been tried.
+        self.stackable = True
         norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
         self.batch_statistics = bool(norms)
         #: Whether samples of a batch change each other's outputs also in eval mode.

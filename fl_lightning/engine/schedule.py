@@ -40,7 +40,8 @@ class ClientSchedule:
     def of(cls, method: LocalMethod, federation: Federation, client: int, round: int) -> ClientSchedule:
         """The streams of (seed, purpose, round, client)."""
         purposes = ("batches", "noise", "dropout", "augment")
-        streams = (seeding.stream(method.seed, purpose, round, client) for purpose in purposes)
+        number = federation.number_of(client)
+        streams = (seeding.stream(method.seed, purpose, round, number) for purpose in purposes)
         return cls(client, federation.train[client], *streams)
 
     @property

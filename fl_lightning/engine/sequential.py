@@ -56,7 +56,8 @@ class _Client:
         self.scalars = scalars(size, round, method.compute_dtype, method.local.schedule is not None)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
         self.steps = 0
-        self.seed = int(seeding.stream(method.seed, "net", round, job.client).integers(2**63))
+        number = federation.number_of(job.client)
+        self.seed = int(seeding.stream(method.seed, "net", round, number).integers(2**63))
 
     def train(self) -> Result:
         device = self.federation.device

@@ -27,10 +27,10 @@ class WorkerEngine(Engine):
     """Trains a cohort in several processes at once; each runs the given engine with one thread.
 
     The data lies in memory that all of them share. A method says with ``for_worker()`` what they get to know of it;
-    what changes from round to round, but for ``local`` and ``phases()``, must reach them in the clients' states. The
-    workers are started by the first round and stopped with the run. What they compute is what one process computes:
-    streams depend on (seed, purpose, round, client) alone. A worker that dies is started anew once, and its clients are
-    trained again.
+    what changes from round to round, but for ``local``, ``seed`` and ``phases()``, must reach them in the clients'
+    states. The workers are started by the first round and stopped with the run. What they compute is what one process
+    computes: streams depend on (seed, purpose, round, client) alone. A worker that dies is started anew once, and its
+    clients are trained again.
 
     Args:
         engine: what every worker trains its clients with; ``auto`` chooses here, once, for all of them.
@@ -91,7 +91,7 @@ class WorkerEngine(Engine):
         layouts, self._memory = _pack([s for job in jobs for s in (job.state, job.optimizer)], self._memory)
         for worker, share in zip(self._pool, shares, strict=False):
             clients, own = [jobs[i].client for i in share], [layouts[2 * i + k] for i in share for k in (0, 1)]
-            settings = (method.local, list(method.phases()), _Precision.current(), round, max_steps)
+            settings = (method.local, method.seed, list(method.phases()), _Precision.current(), round, max_steps)
             worker.begin(_Task(*settings, clients, own, self._memory))
         results: dict[int, Result] = {}
         for worker, share in zip(self._pool, shares, strict=False):
@@ -133,6 +133,7 @@ class _Task(NamedTuple):
     """Clients to train, and the tensors that they start from in one piece of memory: state, optimizer, state, ..."""
 
     local: LocalTraining
+    seed: int
     phases: list[Phase]
     precision: _Precision
     round: int
@@ -292,7 +293,7 @@ def _work(connection: Connection, method: Any, federation: Federation, engine: s
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             task: _Task = connection.recv()
-            method.local, method.phases = task.local, partial(list, task.phases)
+            method.local, method.seed, method.phases = task.local, task.seed, partial(list, task.phases)
             found = _unpack(task.layouts, task.memory)
             jobs = [Job(*own) for own in zip(task.clients, found[::2], found[1::2], strict=True)]
             try:

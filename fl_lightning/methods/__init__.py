@@ -17,8 +17,8 @@ from fl_lightning.methods.local import Local
 from fl_lightning.methods.pfedme import PFedMe
 from fl_lightning.methods.qffl import QFFL
 from fl_lightning.methods.scaffold import SCAFFOLD
+from fl_lightning.methods.waffle import WAFFLe
 from fl_lightning.methods.waffle_avg import WAFFLEAvg
-from fl_lightning.methods.waffle_factor import WAFFLe
 from fl_lightning.methods.waffle_l1 import WAFFLeL1
 from fl_lightning.methods.weight_erosion import WeightErosion
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import State
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import State, prefixed, under
 
 #: Prefixes of the client's own model v_i and of the mixture m, and the name of the mixing weight.
 OWN, MIXED, ALPHA = "own.", "mixed.", "own_share"
@@ -49,14 +48,18 @@ class APFL(FederatedModule):
         if not alpha_reg >= 0:
             raise FederationError(f"alpha_reg must be 0 or more, not {alpha_reg}.")
         self.alpha, self.adaptive, self.alpha_reg = alpha, adaptive, alpha_reg
-        self.initial = nn.Module()  # kept: the server's model moves on, clients still begin with this one
-        for name, parameter in self.net.named_parameters():
-            if parameter.requires_grad:
-                self.initial.register_buffer(name.replace(".", "/"), parameter.detach().clone())
+        self.hold("initial", self.trainable)  # the server's model moves on, clients still begin with this one
 
-    def begin(self, client: int, message: State) -> State:
-        """As FedAvg, with the client's own model and mixing weight."""
-        return {**self._first(), **super().begin(client, message)}
+    # client
+
+    def first(self) -> State:
+        """The own model and mixing weight that every client begins with."""
+        alpha = torch.tensor(self.alpha, dtype=self.compute_dtype, device=self.device)
+        return prefixed(OWN, self.held("initial")) | {ALPHA: alpha}
+
+    def enter(self, received: State, me: Me) -> State:
+        """The received model, with the client's own one and its mixing weight."""
+        return {**self.first(), **super().enter(received, me)}
 
     def opening(self, phase: Phase) -> Sequence[Move]:
         """On the first minibatch the mixing weight moves, too."""
@@ -64,46 +67,30 @@ class APFL(FederatedModule):
 
     def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
         """One step of w and one of v_i."""
-        return self._descend(state, batch, phase, gradient)[0]
+        return self.both(state, batch, phase, gradient)[0]
 
     def descend_and_mix(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
         """One step of w, one of v_i and one of the mixing weight."""
-        update, at_mixed = self._descend(state, batch, phase, gradient)
+        update, at_mixed = self.both(state, batch, phase, gradient)
         slope = sum(((state[OWN + n] - state[n]) * at_mixed[MIXED + n]).sum() for n in phase.trainable)
         moved = (state[ALPHA] - self.local.lr * (slope + self.alpha_reg * state[ALPHA])).clamp(0, 1)
         return update._replace(replace={**update.replace, ALPHA: moved})
 
-    def _descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> tuple[Update, State]:
+    def both(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> tuple[Update, State]:
         """One step of w and one of v_i, and the gradient at the mixture."""
         alpha, names = state[ALPHA], phase.trainable
         update = super().descend(state, batch, phase, gradient)
         mixed = {MIXED + n: torch.lerp(state[n], state[OWN + n], alpha) for n in names}
-        objective = partial(self._at_mixed, names=names, batch=batch)
-        at_mixed, _, _ = gradient(objective, {**state, **mixed}, list(mixed))
+        at_mixed, _, _ = gradient(lambda s: self.client_loss(s | under(MIXED, s), batch), state | mixed, list(mixed))
         own = {OWN + n: alpha * at_mixed[MIXED + n] for n in names}
         return update._replace(grads={**update.grads, **own}), at_mixed
 
-    def _at_mixed(self, state: State, names: Sequence[str], batch: Batch) -> tuple[Tensor, State]:
-        """The loss of the mixture."""
-        return self.client_loss({**state, **{name: state[MIXED + name] for name in names}}, batch)
-
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+    def leave(self, state: State, received: State, me: Me) -> Reply:
         """The shared model goes up; v_i and the mixing weight stay."""
-        sent, kept = super().finish(client, state, message)
-        return sent, kept | {name: state[name] for name in self._first()}
+        return super().leave(state, received, me).plus(keep={name: state[name] for name in self.first()})
 
-    def personal_state(self, client: int) -> State:
+    def personal(self, received: State, me: Me) -> State:
         """The client's own model mixed with the server's present one."""
-        server, own = self.server_state(), {**self._first(), **self.snapshots[client].private}
-        alpha = own[ALPHA]
-        mixed = {n: alpha * own[OWN + n] + (1 - alpha) * server[n] for n in self.trainable_names}
-        return {name: own.get(name, value) for name, value in server.items()} | mixed
-
-    def model_key(self, client: int) -> int:
-        """Clients that never trained share a model."""
-        return client if client in self.snapshots else -1
-
-    def _first(self) -> State:
-        """What a client that never trained has of its own."""
-        own = {OWN + name.replace("/", "."): value for name, value in self.initial.named_buffers()}
-        return own | {ALPHA: torch.tensor(self.alpha, dtype=self.compute_dtype, device=self.device)}
+        server, own = super().personal(received, me), {**self.first(), **me.private}
+        a = own[ALPHA]
+        return server | {n: a * own[OWN + n] + (1 - a) * server[n] for n in self.trainable_names}

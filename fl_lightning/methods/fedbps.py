@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning import seeding
+from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
-from fl_lightning.laplace import (
+from fl_lightning.methods.lib.held_out import best_on_held_out
+from fl_lightning.methods.lib.laplace import (
     CurvatureKind,
     DiagonalCurvature,
     check_curvature,
@@ -18,14 +20,15 @@ from fl_lightning.laplace import (
     posterior_variance,
     precision,
 )
-from fl_lightning.methods.factorized import choice
-from fl_lightning.methods.held_out import best_on_held_out
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State, message_weights, pack_bits, unpack_bits, weighted_mean
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import Message, State, message_weights, pack_bits, prefixed, under, unpack_bits, without
 
 #: Prefixes of a client's variances and of its own model, and the name of the packed mask.
 VARIANCE, OWN, MASK = "variance.", "own.", "mask"
+#: How often each kind of curvature draws, unless something else is asked for.
+DRAWS: dict[str, int] = {"fisher": 1, "ggn": 1, "hessian": 100}
 
 
 class FedBPS(FederatedModule):
@@ -50,10 +53,11 @@ class FedBPS(FederatedModule):
         ranking: rank all parameters together (``global``), or those of every tensor (``per_tensor``).
         reading: the variance is the inverse of the curvature (``inverse``), as the paper's Eq. 2 has it, or the
             curvature itself, as its Algorithm 1 is printed (``literal``).
-        curvature: ``fisher``, ``ggn`` or ``hessian``; see :class:`~fl_lightning.laplace.DiagonalCurvature`.
+        curvature: ``fisher``, ``ggn`` or ``hessian``; see :class:`~fl_lightning.methods.lib.laplace.DiagonalCurvature`.
         prior_precision: delta, the inverse of the largest variance.
         laplace_samples: how many of its samples a client uses at most.
-        laplace_draws: how often ``ggn`` draws labels and ``hessian`` signs.
+        laplace_draws: how often ``ggn`` draws labels and ``hessian`` signs; None draws labels once and signs 100
+            times, as one draw of signs, which all samples share, says next to nothing.
         chunk_size: samples that are differentiated at once; it bounds the memory.
         auto_values: what ``p: auto`` chooses from.
         auto_rounds: rounds of each trial.
@@ -74,7 +78,7 @@ class FedBPS(FederatedModule):
         curvature: CurvatureKind = "fisher",
         prior_precision: float = 1.0,
         laplace_samples: int = 1024,
-        laplace_draws: int = 1,
+        laplace_draws: int | None = None,
         chunk_size: int = 128,
         auto_values: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9),
         auto_rounds: int = 10,
@@ -89,24 +93,25 @@ class FedBPS(FederatedModule):
             raise FederationError("p: auto needs auto_values, auto_rounds of 1 or more and auto_share between 0 and 1.")
         if not prior_precision > 0:
             raise FederationError(f"prior_precision must be greater than 0, not {prior_precision}.")
-        counts = {"laplace_samples": laplace_samples, "laplace_draws": laplace_draws, "chunk_size": chunk_size}
+        check_curvature(self.net, curvature)
+        draws = DRAWS[curvature] if laplace_draws is None else laplace_draws
+        counts = {"laplace_samples": laplace_samples, "laplace_draws": draws, "chunk_size": chunk_size}
         for name, value in counts.items():
             if value < 1:
                 raise FederationError(f"{name} must be 1 or more, not {value}.")
-        self.ranking = choice("ranking", ranking, ("global", "per_tensor"))
-        self.reading = choice("reading", reading, ("inverse", "literal"))
-        check_curvature(self.net, curvature)
+        self.ranking = one_of("ranking", ranking, ("global", "per_tensor"))
+        self.reading = one_of("reading", reading, ("inverse", "literal"))
         self.curvature: CurvatureKind = curvature
         self.given_p = p
         self.prior_precision, self.chunk_size = prior_precision, chunk_size
-        self.laplace_samples, self.laplace_draws = laplace_samples, laplace_draws
+        self.laplace_samples, self.laplace_draws = laplace_samples, draws
         self.auto_values, self.auto_rounds, self.auto_share = tuple(auto_values), auto_rounds, auto_share
         self.sizes = {name: p.numel() for name, p in self.net.named_parameters() if p.requires_grad}
         self.register_buffer("mask", pack_bits(torch.zeros(sum(self.sizes.values()), dtype=torch.bool)))
         self.register_buffer("chosen", torch.tensor(-1))  # which of auto_values; -1 before the trials
         self._metrics: dict[str, float] = {}
 
-    # ---- the proportion -------------------------------------------------------------------------------------
+    # server: the proportion
 
     @property
     def p(self) -> float:
@@ -121,58 +126,54 @@ class FedBPS(FederatedModule):
         """Choose p, if it is to be chosen and was not yet."""
         super().on_fit_start()
         if self.given_p == "auto" and int(self.chosen) < 0:
+            if not self.exchange.simulated:
+                raise FederationError(
+                    "p: auto tries values on simulated clients, which real ones are not: give p, such as one that a "
+                    "simulation chose."
+                )
             self.chosen.fill_(best_on_held_out(self, "p", self.auto_values, self.auto_rounds, self.auto_share))
 
-    # ---- the client -----------------------------------------------------------------------------------------
+    # client
 
-    def message_down(self, client: int) -> State:
-        """The server's model and the mask, a bit for each parameter."""
-        return super().message_down(client) | {MASK: self.mask}
-
-    def begin(self, client: int, message: State) -> State:
+    def enter(self, received: State, me: Me) -> State:
         """The client's own weights where the mask says so, else the server's."""
-        state = super().begin(client, message)
-        own = {name: state.pop(OWN + name) for name in self.sizes if OWN + name in state}
-        return state | self._mixed(state, own, state.pop(MASK))
+        state = super().enter(received, replace(me, private=without(OWN, me.private)))
+        return state | self._mixed(state, under(OWN, me.private), state.pop(MASK))
 
-    def after_training(self, states: Mapping[int, State], round: int) -> None:
+    def survey(self, states: Sequence[State], mes: Sequence[Me]) -> None:
         """Estimate every client's variances at its trained weights."""
         diagonal = DiagonalCurvature(self.net, list(self.sizes), self.loss, self.curvature)
-        rngs = {client: seeding.stream(self.seed, "laplace", round, client) for client in states}
+        data, rngs = [me.data for me in mes], [me.stream("laplace") for me in mes]
         settings = (self.laplace_samples, self.chunk_size, self.laplace_draws)
-        found = client_curvature(diagonal, self.federation, states, rngs, self.compute_dtype, *settings)
+        found = client_curvature(diagonal, data, states, rngs, self.compute_dtype, *settings)
         sigma = posterior_variance if self.reading == "inverse" else precision
-        for client, curvature in found.items():
-            samples = len(self.federation.train[client])
-            variance = sigma(curvature, samples, self.prior_precision)
-            states[client].update({VARIANCE + name: value for name, value in variance.items()})
+        for state, own, curvature in zip(states, data, found, strict=True):
+            state.update(prefixed(VARIANCE, sigma(curvature, len(own), self.prior_precision)))
 
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+    def leave(self, state: State, received: State, me: Me) -> Reply:
         """Model and variances go up; the model also stays."""
-        sent, kept = super().finish(client, state, message)
-        sent |= {VARIANCE + name: state[VARIANCE + name] for name in self.sizes}
-        return sent, kept | {OWN + name: state[name] for name in self.sizes}
+        variance = {VARIANCE + name: state[VARIANCE + name] for name in self.sizes}
+        return super().leave(state, received, me).plus(up=variance, keep=prefixed(OWN, state, self.sizes))
 
-    def personal_state(self, client: int) -> State:
+    def personal(self, received: State, me: Me) -> State:
         """The client's own weights where the mask says so, else the server's."""
-        state = super().personal_state(client)
-        own = {name: state.pop(OWN + name) for name in self.sizes if OWN + name in state}
-        return state | self._mixed(state, own, self.mask)
-
-    def model_key(self, client: int) -> int:
-        """Clients that never trained share the server's model."""
-        return client if client in self.snapshots else super().model_key(client)
+        state = super().personal(received, me)
+        return state | self._mixed(state, under(OWN, me.private), received[MASK])
 
     def _mixed(self, state: State, own: State, mask: Tensor) -> State:
         personal = self._by_name(unpack_bits(mask, sum(self.sizes.values())))
         return {name: torch.where(personal[name].view_as(w), w, state[name]) for name, w in own.items()}
 
-    # ---- the server -----------------------------------------------------------------------------------------
+    # server
+
+    def evaluation_down(self, client: int) -> State:
+        """The server's model and the mask, a bit for each parameter."""
+        return super().evaluation_down(client) | {MASK: self.mask}
 
     def aggregate(self, messages: list[Message]) -> State:
         """The mean model; the mask follows from the matched moments."""
         weights = message_weights(messages, self.weighting)
-        mean = weighted_mean(messages, weights, self.shared_names)
+        mean = self.mean(messages, weights, self.shared_names)
         within, between = self.moments(messages, weights)
         personal = self.select(within + between)
         self.mask.copy_(pack_bits(personal))

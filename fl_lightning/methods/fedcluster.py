@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.engine import Stage
+from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
-from fl_lightning.federation import Federation
-from fl_lightning.methods.clusters import ClusteredModule, balanced
-from fl_lightning.methods.factorized import choice
+from fl_lightning.methods.lib.clusters import ClusteredModule, balanced
 from fl_lightning.nets import FedNet
+from fl_lightning.parties import LocalData, Me, Stage
+from fl_lightning.wire import State
 
 Groups = Literal["random", "dominant"]
+#: The entry by which a client tells its dominant class.
+DOMINANT = "dominant"
 
 
 class FedCluster(ClusteredModule):
@@ -29,18 +32,26 @@ class FedCluster(ClusteredModule):
         net: the network.
         clusters: number of groups Q, at most the number of clients; with one group this is FedAvg.
         groups: form groups at ``random``, or of clients with the same ``dominant`` class, as far as sizes allow; for
-            the latter the server has to know these classes.
+            the latter clients tell these classes when they join.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
     def __init__(self, net: FedNet, clusters: int = 5, groups: Groups = "random", **kwargs: Any) -> None:
         super().__init__(net, clusters, **kwargs)
-        self.groups: Groups = choice("groups", groups, ("random", "dominant"))
+        self.groups: Groups = one_of("groups", groups, ("random", "dominant"))
+
+    # client
+
+    def introduce(self, me: Me) -> State:
+        """The class that the client has most training samples of, if groups are formed by it."""
+        return {DOMINANT: dominant_class(me.data)} if self.groups == "dominant" else {}
+
+    # server
 
     def setup(self, stage: str) -> None:
         """Refuse more groups than there are clients."""
         super().setup(stage)
-        clients = self.federation.num_clients
+        clients = len(self.roster)
         if self.clusters > clients:
             raise FederationError(
                 f"{clients} clients cannot form {self.clusters} groups: set clusters to {clients} or less."
@@ -51,13 +62,13 @@ class FedCluster(ClusteredModule):
         return self.assignment()[client]
 
     def assignment(self) -> list[int]:
-        """The group of every client: a pure function of the seed and the data."""
-        federation = self.federation
+        """The group of every client: a pure function of the seed and of what the clients told."""
+        clients = range(len(self.roster))
         if self.groups == "random":
-            return balanced(seeding.stream(self.seed, "clusters"), federation.num_clients, self.clusters)
-        order = sorted(range(federation.num_clients), key=lambda client: (dominant_class(federation, client), client))
+            return balanced(seeding.stream(self.seed, "clusters"), len(clients), self.clusters)
+        order = sorted(clients, key=lambda client: (int(self.roster[client].told[DOMINANT]), client))
         place = {client: i for i, client in enumerate(order)}
-        return [place[client] * self.clusters // len(order) for client in range(len(order))]
+        return [place[client] * self.clusters // len(order) for client in clients]
 
     def stages(self, round: int, cohort: list[int]) -> Sequence[Stage]:
         """One stage per group, in a random order."""
@@ -66,9 +77,6 @@ class FedCluster(ClusteredModule):
         return [Stage([client for client in cohort if groups[client] == q], f"group {q}") for q in order.tolist()]
 
 
-def dominant_class(federation: Federation, client: int) -> int:
+def dominant_class(data: LocalData) -> Tensor:
     """The class that a client has most training samples of, in its own labelling; the first of equal ones."""
-    targets = federation.targets[federation.train[client]]
-    if federation.label_maps is not None:
-        targets = federation.label_maps[client][targets]
-    return int(torch.bincount(targets, minlength=federation.num_classes).argmax())
+    return torch.bincount(data.labels()).argmax()

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning import seeding
+from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.factorized import choice
-from fl_lightning.methods.fusion import Basis, Fusion, capped, fusion_weights
-from fl_lightning.methods.fusion_vae import Posterior, belonging, expected_allocation, sampled_allocation
-from fl_lightning.module import FederatedModule
-from fl_lightning.nets import FedNet
-from fl_lightning.nets.norms import add_norms, feature_layers, norm_layers
-from fl_lightning.statistics import (
+from fl_lightning.methods.lib.fusion import Basis, Fusion, capped, fusion_weights
+from fl_lightning.methods.lib.fusion_vae import Posterior, belonging, expected_allocation, sampled_allocation
+from fl_lightning.methods.lib.norm_statistics import (
+    SAMPLES,
     STATISTICS,
     LayerStatistics,
     measured_statistics,
     model_statistics,
     without_running,
 )
-from fl_lightning.wire import Message, State, weighted_mean
+from fl_lightning.module import FederatedModule
+from fl_lightning.nets import FedNet
+from fl_lightning.nets.norms import add_norms, feature_layers, norm_layers
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import Message, State
 
 #: Prefix of the measured statistics in an up message.
 MEASURED = "statistics."
@@ -33,7 +36,7 @@ class FedDAF(FederatedModule):
 
     A client's statistics d_k = (mu, sigma, beta, gamma) describe its distribution. From time to time the server fits a
     variational autoencoder to the d_k of all clients, which allocates each to some of M virtual components; a client's
-    weight is its share of the components it belongs to (:func:`~fl_lightning.methods.fusion.fusion_weights`).
+    weight is its share of the components it belongs to (:func:`~fl_lightning.methods.lib.fusion.fusion_weights`).
 
     BatchNorm's statistics travel inside the model. GroupNorm and LayerNorm keep none, and neither do bare features
     (``feature_stats``): clients measure them with their trained model in rounds in which the server refits, and send
@@ -91,10 +94,10 @@ class FedDAF(FederatedModule):
             raise FederationError(f"cap must be 1 or more, as weights have a mean of 1/K, not {cap}.")
         if self.buffers_policy == "keep":
             raise FederationError("FedDAF reads running statistics from the messages: buffers must not be keep.")
-        choice("latents", latents, ("shared", "per_client"))
-        self.weights = choice("weights", weights, ("expected", "sampled"))
+        one_of("latents", latents, ("shared", "per_client"))
+        self.weights = one_of("weights", weights, ("expected", "sampled"))
         self.warmup, self.refit_every, self.cap, self.feature_stats = warmup, refit_every, cap, feature_stats
-        basis = choice("basis", basis, ("aligned", "frozen", "refitted"))
+        basis = one_of("basis", basis, ("aligned", "frozen", "refitted"))
         self.fusion = Fusion(components, latents == "shared", fit_steps, basis, adaptive)
         #: Weight of a client as a multiple of its FedAvg weight.
         self.multiples: dict[int, float] = {}
@@ -105,27 +108,29 @@ class FedDAF(FederatedModule):
         """Whether the server fits its autoencoder in a round."""
         return round >= self.warmup and (round - self.warmup) % self.refit_every == 0
 
-    # ---- what describes a client ------------------------------------------------------------------------------
+    # client
 
-    def on_fit_start(self) -> None:
-        """Measure once, so that a net of which that is not possible is refused before it is trained."""
-        super().on_fit_start()
-        self._measure(self.server_state(), self.federation.train.flat[:2])
-
-    def _measure(self, state: State, index: Tensor) -> LayerStatistics:
-        """What a model does not say of itself, measured on some samples."""
+    def measure(self, state: State, batches: Iterable[Tensor]) -> LayerStatistics:
+        """Statistics that a model does not hold itself, measured on some samples."""
         layers = list(feature_layers(self.net)) if self.feature_stats else without_running(self.net)
         of: Literal["input", "output"] = "output" if self.feature_stats else "input"
-        return measured_statistics(self, state, self.federation, index, layers, of) if layers else {}
+        return measured_statistics(self, state, batches, layers, of) if layers else {}
 
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+    def leave(self, state: State, received: State, me: Me) -> Reply:
         """The trained model, and in rounds of refit what has to be measured on the client's data."""
-        sent, kept = super().finish(client, state, message)
-        if not self.refits(self.trainer.current_epoch):
-            return sent, kept
-        found = self._measure(state, self.federation.train[client])
+        reply = super().leave(state, received, me)
+        if not self.refits(me.round):
+            return reply
+        found = self.measure(state, (x for x, _ in me.data.batches(SAMPLES, self.compute_dtype)))
         named = {f"{MEASURED}{layer}.{kind}": value for layer, own in found.items() for kind, value in own.items()}
-        return sent | {name: value.to(self.compute_dtype) for name, value in named.items()}, kept
+        return reply.plus(up={name: value.to(self.compute_dtype) for name, value in named.items()})
+
+    # server
+
+    def on_fit_start(self) -> None:
+        """Measure made-up samples, so that a net of which that is not possible is refused before it is trained."""
+        super().on_fit_start()
+        self.measure(self.server_state(), [self.example()])
 
     def describe(self, tensors: State) -> Tensor:
         """d_k of an up message, float64, shape (D,): layer by layer mu, sigma, beta, gamma as far as there are any."""
@@ -136,11 +141,9 @@ class FedDAF(FederatedModule):
                 layers.setdefault(layer, {})[kind] = value.double()
         return torch.cat([own[kind] for own in layers.values() for kind in STATISTICS if kind in own]).cpu()
 
-    # ---- the server -------------------------------------------------------------------------------------------
-
     def aggregate(self, messages: list[Message]) -> State:
         """The mean under the fusion weights, which are inferred anew when it is time."""
-        if self.refits(self.trainer.current_epoch) and len(messages) > 1:
+        if self.refits(self.completed_rounds) and len(messages) > 1:
             self.multiples |= self._infer(messages)
         multiples = torch.tensor([self.multiples.get(m.client, 1.0) for m in messages], dtype=torch.float64)
         weights = self._sizes(messages) * multiples
@@ -148,11 +151,11 @@ class FedDAF(FederatedModule):
         if self.cap is not None and self.multiples:
             weights = capped(weights, self.cap / len(messages))
         self.client_weights = {m.client: float(w) for m, w in zip(messages, weights, strict=True)}
-        return weighted_mean(messages, weights.tolist(), self.shared_names)
+        return self.mean(messages, weights.tolist(), self.shared_names)
 
     def _infer(self, messages: list[Message]) -> dict[int, float]:
         """Refit; the weights of the clients that sent the messages, as multiples of their FedAvg weights."""
-        clients, round = [m.client for m in messages], self.trainer.current_epoch
+        clients, round = [m.client for m in messages], self.completed_rounds
         rngs = {client: seeding.stream(self.seed, "fusion", round, client) for client in clients}
         rngs[-1] = seeding.stream(self.seed, "fusion.server", round)
         posterior = self.fusion.refit(torch.stack([self.describe(m.tensors) for m in messages]), clients, rngs)
@@ -165,7 +168,7 @@ class FedDAF(FederatedModule):
         if self.weights == "expected":
             b, c = expected_allocation(posterior)
         else:
-            round = self.trainer.current_epoch
+            round = self.completed_rounds
             rngs = [seeding.stream(self.seed, "fusion.draw", round, client) for client in clients]
             b, c = sampled_allocation(posterior, self.fusion.draw(rngs, rngs[0], 1).at(0))
         return b, belonging(b, c)
@@ -181,8 +184,6 @@ class FedDAF(FederatedModule):
         if self.fusion.vae is not None:
             found |= {"fusion/components": self.fusion.vae.components, "fusion/error": self.fusion.errors[1]}
         return found
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------
 
     def server_extras(self) -> dict[str, Any]:
         """The autoencoder, whose size changes, and the clients' weights."""

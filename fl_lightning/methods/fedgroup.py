@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,25 +12,27 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
 from fl_lightning import seeding
-from fl_lightning.engine import Stage
+from fl_lightning.engine import LocalMethod, Plan
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.adaptation import Fitting, fit_entries
-from fl_lightning.methods.clusters import ClusterModels
-from fl_lightning.methods.memo import ClientMemo
+from fl_lightning.methods.lib.adaptation import fit_entries, fitting
+from fl_lightning.methods.lib.clusters import ChosenClusters
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State, message_weights, weighted_mean
+from fl_lightning.parties import Me, Reply, Stage
+from fl_lightning.wire import Message, State, message_weights, prefixed, under
 
 #: Clients, for each group, that groups are formed of.
 PER_GROUP = 20
 #: Names of the two stages that come before the first round.
 COLD, JOIN = "cold start", "newcomers"
+#: Prefixes of w0 and of the groups' references in a message to a client without a group, and of its trained entries.
+START, REFERENCE, TRAINED = "start.", "reference.", "trained."
 #: Singular values below this part of the largest, and digits of cosines beyond these, are rounding.
 RANK, DIGITS = 1e-6, 9
 #: Entries of an update that are worked on at once.
 CHUNK = 1 << 18
 
 
-class FedGroup(ClusterModels):
+class FedGroup(ChosenClusters):
     """A cold start forms Q groups; then FedAvg inside each of them.
 
     Cold start: ``min(20 Q, K)`` clients each take a few SGD steps from the initial model w0, to w_k. Their updates
@@ -58,9 +60,40 @@ class FedGroup(ClusterModels):
         self.groups: dict[int, int] = {}
         self.start: State = {}
         self.references: dict[int, State] = {}
-        self._guests = ClientMemo[int]()
 
-    # ---- rounds -----------------------------------------------------------------------------------------------
+    # client
+
+    @property
+    def cold(self) -> Plan:
+        """The few SGD steps of the cold start."""
+        return fitting(self, self.trainable_names, self.cold_steps, self.cold_steps, COLD)
+
+    def plan(self, me: Me) -> LocalMethod:
+        """The steps of the cold start in its stages, else a round of FedAvg."""
+        return self.cold if me.stage in (COLD, JOIN) else super().plan(me)
+
+    def leave(self, state: State, received: State, me: Me) -> Reply:
+        """The trained model; of the cold start nothing is kept."""
+        reply = super().leave(state, received, me)
+        return reply._replace(keep=None) if me.stage in (COLD, JOIN) else reply
+
+    def settle(self, received: Sequence[State], mes: Sequence[Me]) -> Sequence[State]:
+        """Clients without a group take the steps of the cold start to find theirs."""
+        starts = {i: under(START, message) for i, message in enumerate(received) if self.chooses(message)}
+        new = [i for i, start in starts.items() if mes[i].memory.get(JOIN, start) is None]
+        if new:
+            states = [{**self.at_first(), **starts[i], **self.fresh_buffers()} for i in new]
+            for i, trained in zip(new, fit_entries(self, self.cold, [mes[i].data for i in new], states), strict=True):
+                mes[i].memory.put(JOIN, starts[i], prefixed(TRAINED, trained))
+        return [(i in starts and mes[i].memory.get(JOIN, starts[i])) or {} for i in range(len(mes))]
+
+    def choose(self, received: State, me: Me) -> int:
+        """The group whose reference is nearest in direction to the client's update."""
+        references = {q: under(f"{REFERENCE}{q}.", received) for q in range(self.clusters)}
+        update = update_of(under(TRAINED, me.private), under(START, received))
+        return nearest(update, {q: reference for q, reference in references.items() if reference})
+
+    # server
 
     def stages(self, round: int, cohort: list[int]) -> Sequence[Stage]:
         """The first round begins with the cold start, of some clients and then of the others.
@@ -70,34 +103,32 @@ class FedGroup(ClusterModels):
         formed = self.references and not self.completed_stages
         if round or formed:
             return [Stage(cohort)]
-        clients = self.federation.num_clients
+        clients = len(self.roster)
         rng = seeding.stream(self.seed, "cold clients")
         picked: list[int] = rng.choice(clients, min(PER_GROUP * self.clusters, clients), replace=False).tolist()
         others = sorted(set(range(clients)) - set(picked))
-        cold = Fitting(self, self.trainable_names, self.cold_steps, self.cold_steps, COLD)
-        return [Stage(picked, COLD, cold, needed=True), Stage(others, JOIN, cold), Stage(cohort)]
+        return [
+            Stage(picked, COLD, lambda client: self.first_model(self.model_state(0)), self.form, needed=True),
+            Stage(others, JOIN, lambda client: self.first_model(self.start), self.admit),
+            Stage(cohort),
+        ]
 
-    def message_down(self, client: int) -> State:
-        """w0 in the cold start, else the model of the client's group."""
-        if self.stage.training is None:
-            return super().message_down(client)
-        start = self.model_state(0) if self.stage.name == COLD else self.start
-        return {name: start[name].to(self.device) for name in self.shared_names if self._sends(name)}
+    def first_model(self, start: State) -> State:
+        """The shared entries of w0."""
+        return {name: start[name].to(self.device) for name in self.shared_names if not self.resets(name)}
 
-    def aggregate(self, messages: list[Message]) -> State:
-        """Groups in the cold start, else the mean of every group."""
-        if self.stage.name == COLD:
-            self.form(messages)
-            return {}
-        if self.stage.name == JOIN:
-            self.groups |= {message.client: self.join(message.tensors) for message in messages}
-            return {}
-        return super().aggregate(messages)
+    def knows(self, client: int) -> int | None:
+        """The client's group; before there are any, the first."""
+        return self.groups.get(client) if self.references else 0
 
-    # ---- groups -----------------------------------------------------------------------------------------------
+    def all_models(self) -> State:
+        """All models, with w0 and the references that a client without a group chooses by."""
+        start = prefixed(START, {name: value.to(self.device) for name, value in self.start.items()}, self.shared_names)
+        references = {f"{REFERENCE}{q}.{n}": v for q, state in self.references.items() for n, v in state.items()}
+        return super().all_models() | start | references
 
     @torch.no_grad()
-    def form(self, messages: list[Message]) -> None:
+    def form(self, messages: list[Message]) -> State:
         """Form the groups of clients that were picked, and give them their models, whatever the server's optimizer."""
         self.start = {name: value.clone() for name, value in self.model_state(0).items()}
         updates = [self.update_of(message.tensors) for message in messages]
@@ -108,49 +139,22 @@ class FedGroup(ClusterModels):
         members = {q: [m for m in messages if self.groups[m.client] == q] for q in sorted(set(labels))}
         self.references = {}
         for group, own in members.items():
-            mean = weighted_mean(own, message_weights(own, "uniform"), self.shared_names)
+            mean = self.mean(own, message_weights(own, "uniform"), self.shared_names)
             model = self.model_state(group)
             for name, value in mean.items():
                 model[name].copy_(value)
             self.references[group] = self.update_of(mean)
+        return {}
 
-    def join(self, trained: State) -> int:
-        """The group whose reference is nearest in direction to the update of a client that trained from w0."""
-        update = self.update_of(trained)
-        distances: dict[int, float] = {}
-        for group, reference in self.references.items():
-            products = gram_matrix([update, reference])
-            cosine = float(products[0, 1] / np.sqrt(products[0, 0] * products[1, 1] or 1.0))
-            distances[group] = (1 - cosine) / 2 if np.isfinite(cosine) else np.inf
-        return min(distances, key=lambda group: distances[group])
+    def admit(self, messages: list[Message]) -> State:
+        """Let the other clients join the groups nearest to them."""
+        self.groups |= {m.client: nearest(self.update_of(m.tensors), self.references) for m in messages}
+        return {}
 
     def update_of(self, trained: State) -> State:
         """w_k - w0, over trainable parameters that are shared."""
         names = [name for name in self.trainable_names if name in self.shared_names]
-        return {name: trained[name] - self.start[name].to(trained[name]) for name in names}
-
-    def cluster_of(self, client: int) -> int:
-        """The client's group; before there are any, the first."""
-        if client in self.groups or not self.references:
-            return self.groups.get(client, 0)
-        self.prepare_evaluation([client])
-        return self._guests.of(self.federation, self.server)[client]
-
-    def prepare_evaluation(self, clients: Sequence[int]) -> None:
-        """Clients without a group take the steps of the cold start; nothing of it is kept."""
-        if not self.references:
-            return
-        guests = self._guests.of(self.federation, self.server)
-        missing = [client for client in clients if client not in self.groups and client not in guests]
-        if missing:
-            start = {name: value.to(self.device) for name, value in self.start.items()}
-            if self.buffers_policy == "reset":
-                start |= {name: value.to(start[name]) for name, value in self._initial_buffers.items()}
-            cold = Fitting(self, self.trainable_names, self.cold_steps, self.cold_steps, COLD)
-            fitted = fit_entries(cold, self.federation, missing, start)
-            guests.update({client: self.join(trained) for client, trained in fitted.items()})
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------
+        return update_of({name: trained[name] for name in names}, self.start)
 
     def server_extras(self) -> dict[str, Any]:
         """The groups, w0 and the groups' references."""
@@ -161,6 +165,21 @@ class FedGroup(ClusterModels):
         """Bring them back."""
         self.groups, self.start = dict(extras["groups"]), dict(extras["start"])
         self.references = dict(extras["references"])
+
+
+def update_of(trained: State, start: State) -> State:
+    """w_k - w0, over the entries that both have."""
+    return {name: value - start[name].to(value) for name, value in trained.items() if name in start}
+
+
+def nearest(update: State, references: Mapping[int, State]) -> int:
+    """The group whose reference is nearest in direction to an update."""
+    distances: dict[int, float] = {}
+    for group, reference in references.items():
+        products = gram_matrix([update, reference])
+        cosine = float(products[0, 1] / np.sqrt(products[0, 0] * products[1, 1] or 1.0))
+        distances[group] = (1 - cosine) / 2 if np.isfinite(cosine) else np.inf
+    return min(distances, key=lambda group: distances[group])
 
 
 def gram_matrix(updates: Sequence[State]) -> np.ndarray[Any, Any]:

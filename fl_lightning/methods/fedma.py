@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import seeding
-from fl_lightning.engine import Phase, entries
+from fl_lightning.checks import one_of
+from fl_lightning.engine import LocalMethod, Phase, Plan, entries
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.factorized import choice
-from fl_lightning.methods.matching import Matching
+from fl_lightning.methods.lib.matching import Matching
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.derive import check_units, derived_units
 from fl_lightning.nets.units import Units, resize
-from fl_lightning.wire import Message, State, message_weights, weighted_mean
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import Message, State, message_weights, prefixed, under
 
 #: Layers may grow to this many times the width they began with.
 GROWTH = 2
@@ -31,8 +32,9 @@ class FedMA(FederatedModule):
     """FedAvg over units that correspond: each client's hidden units are brought into a common order first.
 
     From input to output, the units of a layer are described by the weights that make them and matched
-    (:class:`~fl_lightning.methods.matching.Matching`), starting from those of the model that was sent out. All tensors
-    that hold something of a unit move with it (:class:`~fl_lightning.nets.units.Units`), then the models are averaged.
+    (:class:`~fl_lightning.methods.lib.matching.Matching`), starting from those of the model that was sent out. All
+    tensors that hold something of a unit move with it (:class:`~fl_lightning.nets.units.Units`), then the models are
+    averaged.
 
     The paper's own schedule (``layerwise``) takes a round per layer: the server matches one layer, clients take it over
     as it is and train on those above, which stay their own until it is their turn.
@@ -62,7 +64,7 @@ class FedMA(FederatedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        self.mode = choice("mode", mode, ("fixed_width", "grow"))
+        self.mode = one_of("mode", mode, ("fixed_width", "grow"))
         self.grows = mode == "grow"
         for name, value in (("sigma", sigma), ("sigma0", sigma0), ("gamma0", gamma0)):
             if not value > 0:
@@ -86,28 +88,68 @@ class FedMA(FederatedModule):
         self._stages: dict[str, int] = {}
         self._moved = 0.0
 
-    # ---- the net's units --------------------------------------------------------------------------------------
+    # the net's units, which both sides find
 
-    def on_fit_start(self) -> None:
-        """Find the net's units, once a checkpoint has given it its shapes."""
-        super().on_fit_start()
-        federation = self.federation
-        x = federation.features(federation.inputs[federation.train.flat[:2]], self.compute_dtype).to(self.device)
+    def ready(self, x: Tensor) -> None:
+        """Find the net's units by a look at a few inputs, unless they are known."""
+        if self.units:
+            return
         declare = getattr(self.net, "units", None)  # any module may have it
         declared = declare() if callable(declare) else None
         self.units = derived_units(self.net, x) if declared is None else list(declared)
-        check_units(self.net, lambda s, x: self.call(s, x, training=False)[0], self.server_state(), x, self.units)
+        state = {name: value.detach() for name, value in entries(self.net).items()}
+        check_units(self.net, lambda s, x: self.call(s, x, training=False)[0], state, x, self.units)
         self.widths = self.widths or [units.width for units in self.units]
-        if self.mode == "grow" and not all(units.fills(self.server_state()) for units in self.units):
+        if self.mode == "grow" and not all(units.fills(state) for units in self.units):
             raise FederationError(
                 f"mode='grow' needs units that take whole dimensions, which those of {type(self.net).__name__} do not: "
                 "use fixed_width."
             )
         self._stages = stages_of(self.net, self.units)
 
-    on_test_start = on_fit_start  # attacks ask clients what they would send
+    def turn(self, round: int) -> int:
+        """Which layer a round is about; the last stage is that of what comes after all hidden layers."""
+        return round % (len(self.units) + 1) if self.layerwise else 0
 
-    # ---- a round ----------------------------------------------------------------------------------------------
+    # client
+
+    def plan(self, me: Me) -> LocalMethod:
+        """Layers that were matched are not trained."""
+        if not self.layerwise:
+            return self
+        names = tuple(name for name in self.trainable_names if self._stages[name] >= self.turn(me.round))
+        return Plan(self, [Phase(self.local.epochs, names)])
+
+    def enter(self, received: State, me: Me) -> State:
+        """The received model, or the received layer on top of those that the client goes on with, in matched order."""
+        if not self.layerwise:
+            return super().enter(received, me)
+        self.ready(next(me.data.batches(2, self.compute_dtype))[0])
+        state, turn = {**self.fresh_buffers(), **received}, self.turn(me.round)
+        if PLACES not in state:
+            return state
+        own = self.units[turn - 1].placed(under(OWN, me.private), state.pop(PLACES))
+        return {**own, **state}
+
+    def leave(self, state: State, received: State, me: Me) -> Reply:
+        """The model; within a cycle only the layer that is to be matched, and all others stay with the client."""
+        up, keep = super().leave(state, received, me)
+        if not self.layerwise:
+            return Reply(up, keep)
+        turn = self.turn(me.round)
+        sent = {name: value for name, value in up.items() if self._stages[name] == turn}
+        rest = {name: value for name, value in up.items() if name not in sent} if turn < len(self.units) else {}
+        return Reply(sent, prefixed(OWN, rest))
+
+    # server
+
+    def on_fit_start(self) -> None:
+        """Find the net's units, once a checkpoint has given it its shapes."""
+        super().on_fit_start()
+        self.units = []
+        self.ready(self.example())
+
+    on_test_start = on_fit_start  # attacks ask clients for messages
 
     def aggregate(self, messages: list[Message]) -> State:
         """Match the units, layer by layer, and average what corresponds."""
@@ -133,7 +175,7 @@ class FedMA(FederatedModule):
         """Give the net's layers the shapes of a state; whatever was made of it in its old shapes is made anew."""
         if any(value.shape != state[name].shape for name, value in entries(self.net).items() if name in state):
             resize(self.net, state)
-            self.__dict__["_functional"] = None
+            self.forget_net()
             self.engine.reset()
 
     def _match(
@@ -141,7 +183,7 @@ class FedMA(FederatedModule):
     ) -> tuple[list[Tensor], int]:
         """Where each client's units of one layer go."""
         units = self.units[number]
-        rng = seeding.stream(self.seed, "matching", self.trainer.current_epoch, number)
+        rng = seeding.stream(self.seed, "matching", self.completed_rounds, number)
         sent = messages[0].tensors.keys()
         first = units.describe({name: value for name, value in reference.items() if name in sent})
         rows = [units.describe(m.tensors).cpu().numpy() for m in messages]
@@ -181,60 +223,26 @@ class FedMA(FederatedModule):
         """Share of units that changed places, mean over layers and clients."""
         return {"matching/moved": self._moved / max(1, 1 if self.layerwise else len(self.units))}
 
-    def personal_state(self, client: int) -> State:
-        """The server's model for everyone."""
-        return self.server_state()
-
-    # ---- the paper's schedule -----------------------------------------------------------------------------------
-
-    @property
-    def turn(self) -> int:
-        """Which layer this round is about; the last stage is that of what comes after all hidden layers."""
-        return int(self.trainer.current_epoch) % (len(self.units) + 1) if self.layerwise else 0
-
-    def phases(self) -> Sequence[Phase]:
-        """Layers that were matched are not trained."""
-        names = [n for n in self.trainable_names if not self.layerwise or self._stages[n] >= self.turn]
-        return [Phase(self.local.epochs, tuple(names))]
-
     def _goes_on(self, client: int) -> bool:
         """Whether a client's units were matched in the round before, so that it goes on with the layers above."""
-        return self.turn > 0 and client in self.places
+        return self.turn(self.completed_rounds) > 0 and client in self.places
 
     def message_down(self, client: int) -> State:
         """The model; within a cycle of layers only the layer just matched, and where the client's units went in it."""
         message = super().message_down(client)
         if not (self.layerwise and self._goes_on(client)):
             return message
-        message = {name: value for name, value in message.items() if self._stages[name] == self.turn - 1}
+        last = self.turn(self.completed_rounds) - 1
+        message = {name: value for name, value in message.items() if self._stages[name] == last}
         return message | {PLACES: self.places[client]}
 
-    def begin(self, client: int, message: State) -> State:
-        """The received model, with the layers that the client goes on with, brought into the matched order."""
-        state = super().begin(client, message)
-        own = {name.removeprefix(OWN): value for name, value in state.items() if name.startswith(OWN)}
-        state = {name: value for name, value in state.items() if name in self._stages}
-        if PLACES in message:
-            state |= self.units[self.turn - 1].placed(own, message[PLACES])
-        return state
-
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-        """The model; within a cycle only the layer that is to be matched, and those above stay with the client."""
-        sent, kept = super().finish(client, state, message)
-        if not self.layerwise:
-            return sent, kept
-        rest = {OWN + name: value for name, value in sent.items() if self._stages[name] > self.turn}
-        return {name: value for name, value in sent.items() if self._stages[name] == self.turn}, kept | rest
-
     def _one_layer(self, messages: list[Message]) -> State:
-        turn = self.turn
+        turn = self.turn(self.completed_rounds)
         if turn < len(self.units):
             places, width = self._match(turn, self.server_state(), messages, None)
             self.places = {m.client: place for m, place in zip(messages, places, strict=True)}
             messages = self._placed(messages, self.units[turn], places, width)
-        return weighted_mean(messages, message_weights(messages, self.weighting))
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------
+        return self.mean(messages)
 
     def server_extras(self) -> dict[str, Any]:
         """The widths that layers began with, and where units went."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.methods.layers import entries_of
+from fl_lightning.methods.lib.layers import entries_of
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 
@@ -23,8 +23,10 @@ class FedPer(FederatedModule):
 
     def __init__(self, net: FedNet, personal: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        self.personal = entries_of(self.net, personal)
+        self.own_layers = entries_of(self.net, personal)
+
+    # client
 
     def is_private(self, name: str) -> bool:
         """The personal layers stay."""
-        return name in self.personal
+        return name in self.own_layers

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.engine import Batch, Gradient, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import State
+from fl_lightning.parties import Me
+from fl_lightning.wire import State, prefixed
 
 
 class FedProx(FederatedModule):
@@ -28,13 +28,13 @@ class FedProx(FederatedModule):
             raise FederationError(f"mu must be 0 or more, not {mu}.")
         self.mu = mu
 
-    def begin(self, client: int, message: State) -> State:
-        """As FedAvg, and remember the received model."""
-        state = super().begin(client, message)
-        return state | {f"received.{name}": state[name] for name in self.trainable_names}
+    # client
 
-    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One step with the gradient of the proximal term, mu (w' - w), added; written down, it needs no autograd."""
-        update = super().descend(state, batch, phase, gradient)
-        pull = {name: self.mu * (state[name] - state[f"received.{name}"]) for name in update.grads}
-        return update._replace(grads={name: g + pull[name] for name, g in update.grads.items()})
+    def enter(self, received: State, me: Me) -> State:
+        """Remember the received model w besides training from it."""
+        state = super().enter(received, me)
+        return state | prefixed("received.", state, self.trainable_names)
+
+    def correct(self, state: State, grads: State) -> State:
+        """Add the gradient of the proximal term, mu (w' - w); Algorithm 2, line 6."""
+        return {name: g + self.mu * (state[name] - state[f"received.{name}"]) for name, g in grads.items()}

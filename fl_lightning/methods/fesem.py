@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
+from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.clusters import ClusterModels, balanced, squared_distances
-from fl_lightning.methods.factorized import choice
+from fl_lightning.methods.lib.clusters import ClusterModels, balanced, squared_distances
 from fl_lightning.nets import FedNet
 from fl_lightning.wire import Message, State
 
@@ -47,13 +47,15 @@ class FeSEM(ClusterModels):
         weighting: Literal["uniform"] = "uniform",
         **kwargs: Any,
     ) -> None:
-        choice("centres", centres, ("independent", "same"))
+        one_of("centres", centres, ("independent", "same"))
         if weighting != "uniform":
             raise FederationError("FeSEM counts all members of a cluster the same: leave weighting out.")
         super().__init__(net, clusters, weighting=weighting, **kwargs)
         self.make_models(independent=centres == "independent")
         self.known: dict[int, State] = {}
         self.labels: dict[int, int] = {}
+
+    # server
 
     def cluster_of(self, client: int) -> int:
         """The client's own cluster, else the one with most members."""
@@ -67,7 +69,7 @@ class FeSEM(ClusterModels):
         if client in self.labels:
             return self.labels[client]
         rng = seeding.stream(self.seed, "clusters")
-        return balanced(rng, self.federation.num_clients, self.clusters)[client]
+        return balanced(rng, len(self.roster), self.clusters)[client]
 
     def aggregate(self, messages: list[Message]) -> State:
         """One E-step and one M-step over all clients with a known model."""

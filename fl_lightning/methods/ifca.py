@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fl_lightning import seeding
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.clusters import ClusterModels
-from fl_lightning.methods.memo import ClientMemo
+from fl_lightning.evaluation import mean_losses
+from fl_lightning.methods.lib.clusters import CHOICE, ChosenClusters
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State, Weighting
-
-#: The entry of the up message that says which model was trained.
-CHOICE = "cluster"
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import Message, State, Weighting, under
 
 
-class IFCA(ClusterModels):
+class IFCA(ChosenClusters):
     """The server sends all Q models; a client trains the one with the least loss on all of its training data.
 
     The loss is that of the model in eval mode, without augmentation; of equal ones the first is taken. The client sends
@@ -43,48 +39,40 @@ class IFCA(ClusterModels):
         if warmup < 0:
             raise FederationError(f"warmup must be 0 or more rounds, not {warmup}.")
         self.warmup = warmup
-        self._chosen = ClientMemo[int]()
+
+    # client
+
+    def choose(self, received: State, me: Me) -> int:
+        """The model with the least loss on the client's training data."""
+
+        def least() -> int:
+            states = [{**self.at_first(), **under(f"{q}.", received), **me.private} for q in range(self.clusters)]
+            losses = [math.inf if math.isnan(loss) else loss for loss in mean_losses(self, states, me.data).tolist()]
+            return losses.index(min(losses))
+
+        return me.memory.recall("choice", {**received, **me.private}, least)
+
+    def enter(self, received: State, me: Me) -> State:
+        """Training starts from the model with the least loss, in the first rounds from a random one."""
+        early = me.round < self.warmup
+        q = int(me.stream("choice").integers(self.clusters)) if early else self.choose(received, me)
+        own = {name: value for name, value in under(f"{q}.", received).items() if not self.resets(name)}
+        return super().enter(own, me) | {CHOICE: torch.tensor(q, device=self.device)}
+
+    def leave(self, state: State, received: State, me: Me) -> Reply:
+        """The trained model, and which one it is."""
+        return super().leave(state, received, me).plus(up={CHOICE: state[CHOICE]})
+
+    # server
+
+    def knows(self, client: int) -> int | None:
+        """Nothing: every client chooses."""
+        return None
 
     def message_down(self, client: int) -> State:
-        """All models, with the running statistics that the choice needs."""
-        models = [self.model_state(cluster) for cluster in range(self.clusters)]
-        return {f"{q}.{name}": model[name] for q, model in enumerate(models) for name in self.shared_names}
-
-    def begin(self, client: int, message: State) -> State:
-        """As FedAvg, from the chosen model."""
-        models = [{name: message[f"{q}.{name}"] for name in self.shared_names} for q in range(self.clusters)]
-        if self.completed_rounds < self.warmup:
-            chosen = int(seeding.stream(self.seed, "choice", self.completed_rounds, client).integers(self.clusters))
-        elif not self.private_names and all(_equal(model, self.model_state(q)) for q, model in enumerate(models)):
-            chosen = self.cluster_of(client)  # known since the evaluation
-        else:
-            chosen = self.choose(client, models)
-        received = {name: value for name, value in models[chosen].items() if self._sends(name)}
-        return super().begin(client, received) | {CHOICE: torch.tensor(chosen, device=self.device)}
-
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-        """The trained model and which one it is."""
-        sent, kept = super().finish(client, state, message)
-        return sent | {CHOICE: state[CHOICE]}, kept
+        """All models."""
+        return self.all_models()
 
     def cluster_sending(self, message: Message) -> int:
-        """What the message says."""
+        """The choice that the message tells."""
         return int(message.tensors[CHOICE])
-
-    def choose(self, client: int, models: Sequence[State]) -> int:
-        """The model with the least loss on the client's training data."""
-        server, private = self.server_state(), self.snapshots[client].private
-        states = [{**server, **model, **private} for model in models]
-        losses = self.evaluator.losses(self, states, client).tolist()
-        return min(range(len(losses)), key=lambda q: math.inf if math.isnan(losses[q]) else losses[q])
-
-    def cluster_of(self, client: int) -> int:
-        """What the client would choose of the present models."""
-        chosen = self._chosen.of(self.federation, self.server)
-        if client not in chosen:
-            chosen[client] = self.choose(client, [self.model_state(q) for q in range(self.clusters)])
-        return chosen[client]
-
-
-def _equal(sent: State, held: State) -> bool:
-    return all(torch.equal(value, held[name]) for name, value in sent.items())

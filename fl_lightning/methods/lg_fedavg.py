@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.methods.layers import entries_of
+from fl_lightning.methods.lib.layers import entries_of
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 
@@ -24,6 +24,8 @@ class LGFedAvg(FederatedModule):
     def __init__(self, net: FedNet, shared: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
         self.shared = entries_of(self.net, shared)
+
+    # client
 
     def is_private(self, name: str) -> bool:
         """All but the shared layers stay."""

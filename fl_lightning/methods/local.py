@@ -24,13 +24,17 @@ class Local(FederatedModule):
             raise FederationError(f"clients must name at least one client, not {clients}.")
         self.clients = clients
 
+    # client
+
     def is_private(self, name: str) -> bool:
         """Everything stays with the client."""
         return True
 
+    # server
+
     def cohort(self, round: int) -> list[int]:
         """All clients, or those that were asked for, whatever share the DataModule samples."""
-        everyone = range(self.federation.num_clients)
+        everyone = range(len(self.roster))
         chosen = sorted(set(everyone if self.clients is None else self.clients))
         if chosen[-1] not in everyone:
             raise FederationError(f"clients must be some of 0 to {everyone[-1]}, not {chosen[-1]}.")

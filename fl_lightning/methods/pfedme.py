@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State, message_weights, weighted_mean
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import Message, State, message_weights, prefixed, under, without
 
 #: Prefix of the personal model's entries.
 THETA = "theta."
@@ -52,60 +54,51 @@ class PFedMe(FederatedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        for name, value in (("lam", lam), ("personal_lr", personal_lr), ("beta", beta)):
-            if not 0 <= value < math.inf:
-                raise FederationError(f"{name} must be 0 or more, not {value}.")
-        if inner_steps < 1:
-            raise FederationError(f"inner_steps must be 1 or more, not {inner_steps}.")
+        bounds = {"lam": (lam, 0), "personal_lr": (personal_lr, 0), "beta": (beta, 0), "inner_steps": (inner_steps, 1)}
+        for name, (value, least) in bounds.items():
+            if not least <= value < math.inf:
+                raise FederationError(f"{name} must be {least} or more, not {value}.")
         if self.local.lr * lam > 1 + 1e-9:
-            raise FederationError(
-                f"lr * lam must be 1 at most, not {self.local.lr * lam:g}: a step of w would go past theta."
-            )
+            raise FederationError(f"lr * lam must be 1 at most, not {self.local.lr * lam:g}: w would go past theta.")
         self.lam, self.inner_steps, self.personal_lr, self.beta = lam, inner_steps, personal_lr, beta
 
-    def begin(self, client: int, message: State) -> State:
-        """As FedAvg, and theta at the received model."""
-        state = {name: value for name, value in super().begin(client, message).items() if not name.startswith(THETA)}
-        return state | {THETA + name: state[name] for name in self.trainable_names}
+    # client
+
+    def enter(self, received: State, me: Me) -> State:
+        """W and theta at the received model."""
+        state = super().enter(received, replace(me, private=without(THETA, me.private)))
+        return state | prefixed(THETA, state, self.trainable_names)
 
     def moves(self, phase: Phase) -> Sequence[Move]:
         """K moves of theta, then one of w."""
         return [self.personalise] * self.inner_steps + [self.follow]
 
     def personalise(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One step of theta on the loss and the pull of w."""
+        """One step of theta on the loss and the pull of w, towards the proximal point."""
         names = [THETA + name for name in phase.trainable]
-        grads, loss, buffers = gradient(lambda s: self.client_loss(s | _personal(s), batch), state, names)
-        back = {n: self.lam * (state[n.removeprefix(THETA)] - state[n]) for n in names}
-        return Update(loss, {}, buffers, {n: self.personal_lr * (back[n] - grads[n]) for n in names})
+        grads, loss, buffers = gradient(lambda s: self.client_loss(s | under(THETA, s), batch), state, names)
+        pull = {n: self.lam * (state[n.removeprefix(THETA)] - state[n]) for n in names}
+        return Update(loss, {}, buffers, {n: self.personal_lr * (pull[n] - grads[n]) for n in names})
 
     def follow(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One SGD step of w on (lam / 2) ||w - theta||^2."""
+        """One SGD step of w on (lam / 2) ||w - theta||^2, the gradient of the Moreau envelope."""
         pull = {name: self.lam * (state[name] - state[THETA + name]) for name in phase.trainable}
         return Update(batch.x.new_zeros(()), pull)
 
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+    def leave(self, state: State, received: State, me: Me) -> Reply:
         """W goes up; theta stays, with the running statistics that belong to it."""
-        sent, kept = super().finish(client, state, message)
-        buffers = {THETA + name: state[name] for name in self._initial_buffers}
-        return sent, kept | buffers | {THETA + name: state[THETA + name] for name in self.trainable_names}
+        theta = prefixed(THETA, state | under(THETA, state), (*self.initial_buffers, *self.trainable_names))
+        return super().leave(state, received, me).plus(keep=theta)
+
+    def personal(self, received: State, me: Me) -> State:
+        """Theta, or w for a client that never trained."""
+        return super().personal(received, me) | under(THETA, me.private)
+
+    # server
 
     def aggregate(self, messages: list[Message]) -> State:
         """The mean of the clients' models mixed with the server's; running statistics are averaged."""
         weights = message_weights(messages, self.weighting)
         own, mixing = Message(-1, self.server_state(), 0), [1 - self.beta, *(self.beta * w for w in weights)]
         rest = [name for name in self.shared_names if name not in self.trainable_names]
-        return weighted_mean(messages, weights, rest) | weighted_mean([own, *messages], mixing, self.trainable_names)
-
-    def personal_state(self, client: int) -> State:
-        """Theta, or w for a client that never trained."""
-        return self.server_state() | _personal(self.snapshots[client].private)
-
-    def model_key(self, client: int) -> int:
-        """Clients that never trained share w."""
-        return client if client in self.snapshots else -1
-
-
-def _personal(state: State) -> State:
-    """Theta under the names of the net."""
-    return {name.removeprefix(THETA): value for name, value in state.items() if name.startswith(THETA)}
+        return self.mean(messages, weights, rest) | self.mean([own, *messages], mixing, self.trainable_names)

@@ -10,7 +10,8 @@ from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import mean_loss
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State, message_weights, weighted_mean
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import Message, State
 
 #: The entry of the up message that carries F_k.
 LOSS = "received.loss"
@@ -51,21 +52,23 @@ class QFFL(FederatedModule):
             raise FederationError("QFFL estimates the Lipschitz constant as 1 / lr: lr must be greater than 0.")
         self.q = q
 
+    # client
+
+    def enter(self, received: State, me: Me) -> State:
+        """F_k by a pass over the client's data with the received model, then that model."""
+        state = super().enter({name: value for name, value in received.items() if not self.resets(name)}, me)
+        loss = mean_loss(self, {**state, **received, **me.private}, me.data)
+        return state | {LOSS: loss.to(self.compute_dtype)}
+
+    def leave(self, state: State, received: State, me: Me) -> Reply:
+        """The trained model and the loss of the received one."""
+        return super().leave(state, received, me).plus(up={LOSS: state[LOSS]})
+
+    # server
+
     def message_down(self, client: int) -> State:
         """The shared entries, with the running statistics that the loss needs even where training resets them."""
-        state = self.server_state()
-        return {name: state[name] for name in self.shared_names}
-
-    def begin(self, client: int, message: State) -> State:
-        """As FedAvg, after a pass over the client's data with the received model."""
-        state = super().begin(client, {name: value for name, value in message.items() if self._sends(name)})
-        received = {**state, **message, **self.snapshots[client].private}
-        return state | {LOSS: mean_loss(self, received, client).to(self.compute_dtype)}
-
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-        """The trained model and the loss of the received one."""
-        sent, kept = super().finish(client, state, message)
-        return sent | {LOSS: state[LOSS]}, kept
+        return self.evaluation_down(client)
 
     def aggregate(self, messages: list[Message]) -> State:
         """q-FedAvg's update, written as a mean of the clients' models and the server's own.
@@ -83,8 +86,7 @@ class QFFL(FederatedModule):
         total = math.fsum(a + b)
         own, weights = Message(-1, server, 0), [math.fsum(b) / total, *(x / total for x in a)]
         rest = [name for name in self.shared_names if name not in self.trainable_names]
-        mean = weighted_mean(messages, message_weights(messages, self.weighting), rest)
-        return mean | weighted_mean([own, *messages], weights, self.trainable_names)
+        return self.mean(messages, names=rest) | self.mean([own, *messages], weights, self.trainable_names)
 
     def _moved(self, message: Message, server: State) -> float:
         """L ||w - w_k||^2 over all trainable parameters."""

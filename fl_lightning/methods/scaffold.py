@@ -1,32 +1,35 @@
-"""SCAFFOLD (Karimireddy et al., 2020): local steps corrected for what tells a client from the rest."""
+"""SCAFFOLD (Karimireddy et al., 2020): local steps corrected by control variates. Lines are those of Algorithm 1."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
-from fl_lightning.engine import Batch, Gradient, Phase, Update
+from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import Message, State, prefixed, under
 
 #: Prefixes of the server's control variate c, a client's c_i and its change.
 SERVER, OWN, CHANGE = "control.server.", "control.own.", "control.change."
-#: Prefixes of the correction c - c_i, the model that a client starts from, and the sum of its raw gradients.
-CORRECTION, START, SUM = "control.correction.", "control.start.", "control.sum."
-STEPS = "control.steps"
+#: Prefixes of the correction c - c_i and of the sum of raw gradients.
+CORRECTION, SUM = "control.correction.", "control.sum."
+#: Relative error of (x - y) / lr that is let pass: rounding of the weights over the learning rate.
+ROUNDING = 1e-5
 
 
 class SCAFFOLD(FederatedModule):
     """Clients take the steps y <- y - lr (g(y) - c_i + c); control variates estimate the gradients g.
 
     After its K steps a client sets c_i to the mean of its raw gradients, weight decay included and the correction not.
-    Without momentum that is option II of the paper, c_i - c + (x - y) / (K lr), and nothing is added up on the way;
-    with momentum or clipping that would be wrong. It sends y and the change of c_i. The server averages the models,
-    all clients the same, and adds (1/N) sum_S (change of c_i) to c, so that c stays the mean of all N clients' c_i.
+    That is option II of the paper, c_i - c + (x - y) / (K lr), where steps are plain and the difference x - y has
+    digits enough; with momentum, clipping, a small ``lr`` or low precision gradients are added up on the way instead.
+    A client sends y and the change of c_i. The server averages the models, all clients the same, and adds
+    (1/N) sum_S (change of c_i) to c, so that c stays the mean of all N clients' c_i.
 
     Control variates are of trainable parameters, never of buffers, and start at 0.
 
@@ -40,74 +43,61 @@ class SCAFFOLD(FederatedModule):
         super().__init__(net, weighting=weighting, **kwargs)
         if weighting != "uniform":
             raise FederationError("SCAFFOLD weighs all clients the same: leave weighting out.")
-        self.control = nn.Module()
-        for name, parameter in self.net.named_parameters():
-            if parameter.requires_grad:
-                self.control.register_buffer(name.replace(".", "/"), torch.zeros_like(parameter.detach()))
+        self.hold("control", {name: torch.zeros_like(value) for name, value in self.trainable.items()})
 
-    def server_control(self) -> State:
-        """The server's control variate c by the parameters' names."""
-        return {name.replace("/", "."): value for name, value in self.control.named_buffers()}
-
-    def message_down(self, client: int) -> State:
-        """The model and c."""
-        return super().message_down(client) | {SERVER + name: c for name, c in self.server_control().items()}
+    # client
 
     @property
     def adds_up(self) -> bool:
-        """Whether raw gradients are added up: steps that are not -lr times the corrected one do not tell them."""
-        return self.local.momentum > 0 or self.local.clip_norm is not None or self.local.lr == 0
+        """Whether raw gradients are added up, as x - y does not give them, or not with enough digits."""
+        plain = not self.local.momentum and self.local.clip_norm is None
+        return not plain or torch.finfo(self.compute_dtype).eps > ROUNDING * self.local.lr
 
-    def begin(self, client: int, message: State) -> State:
-        """As FedAvg, with c_i, the correction c - c_i of every step, and what the mean raw gradient is found from."""
-        state = super().begin(client, message)
-        for name in self.trainable_names:
-            own = state.setdefault(OWN + name, torch.zeros_like(state[name]))
-            state[CORRECTION + name] = state.pop(SERVER + name) - own
-            if self.adds_up:
-                state[SUM + name] = torch.zeros_like(state[name])
-            else:
-                state[START + name] = state[name]
-        return state | {STEPS: torch.zeros((), device=self.device, dtype=torch.float32)}  # half a float cannot count
+    def enter(self, received: State, me: Me) -> State:
+        """Line 7, with the correction c - c_i of every step."""
+        state = super().enter(received, me)
+        zeros = {name: torch.zeros_like(state[name]) for name in self.trainable_names}
+        state = prefixed(OWN, zeros) | (prefixed(SUM, zeros) if self.adds_up else {}) | state
+        return state | {CORRECTION + name: state.pop(SERVER + name) - state[OWN + name] for name in zeros}
 
-    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One corrected step; the raw gradient is added up if need be."""
-        update = super().descend(state, batch, phase, gradient)
-        decay, raw, seen = self.local.weight_decay, update.grads, {STEPS: torch.ones_like(state[STEPS])}
-        if self.adds_up:
-            seen |= {SUM + name: g + decay * state[name] if decay else g for name, g in raw.items()}
-        return update._replace(grads={name: g + state[CORRECTION + name] for name, g in raw.items()}, add=seen)
+    def correct(self, state: State, grads: State) -> State:
+        """Line 10: g(y) - c_i + c."""
+        return {name: g + state[CORRECTION + name] for name, g in grads.items()}
 
-    def mean_gradient(self, state: State, name: str, steps: float) -> Tensor:
-        """The mean of a client's raw gradients by one parameter."""
-        if self.adds_up:
-            return state[SUM + name] / steps
-        return (state[START + name] - state[name]) / (steps * self.local.lr) - state[CORRECTION + name]
+    def moves(self, phase: Phase) -> Sequence[Move]:
+        """Corrected steps, which add up raw gradients if need be."""
+        return [self.add_up if self.adds_up else self.descend]
 
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-        """The model and the change of c_i go up; c_i stays."""
-        sent, kept = super().finish(client, state, message)
-        steps = float(state[STEPS])
-        own = {n: self.mean_gradient(state, n, steps) if steps else state[OWN + n] for n in self.trainable_names}
-        change = {CHANGE + name: value - state[OWN + name] for name, value in own.items()}
-        return sent | change, kept | {OWN + name: value for name, value in own.items()}
+    def add_up(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
+        """One corrected step, and the raw gradient added to the sum."""
+        raw, loss, buffers = gradient(lambda s: self.client_loss(s, batch), state, phase.trainable)
+        decay = self.local.weight_decay
+        seen = {SUM + name: g + decay * state[name] if decay else g for name, g in raw.items()}
+        return Update(loss, self.correct(state, raw), buffers, add=seen)
+
+    def leave(self, state: State, received: State, me: Me) -> Reply:
+        """Lines 12 to 14: c_i becomes the mean raw gradient, by option II if steps are plain; its change goes up."""
+        before, k = under(OWN, state), me.steps
+        if self.adds_up or not k:
+            own = {name: state[SUM + name] / k for name in before} if k else before
+        else:
+            own = {n: (received[n] - state[n]) / (k * self.local.lr) - state[CORRECTION + n] for n in before}
+        change = {CHANGE + name: value - before[name] for name, value in own.items()}
+        return super().leave(state, received, me).plus(up=change, keep=prefixed(OWN, own))
+
+    # server
+
+    def server_control(self) -> State:
+        """The server's control variate c by the parameters' names."""
+        return self.held("control")
+
+    def message_down(self, client: int) -> State:
+        """Line 5: the model and c."""
+        return super().message_down(client) | prefixed(SERVER, self.server_control())
 
     def aggregate(self, messages: list[Message]) -> State:
-        """The mean model; c moves by the clients' changes over the number of all clients."""
+        """Lines 16 and 17: the mean model; c moves by the clients' changes over the number of all clients."""
         for name, control in self.server_control().items():
-            control += self.control_change(messages, name).to(control.dtype)
-        models = [
-            Message(m.client, {k: v for k, v in m.tensors.items() if not k.startswith(CHANGE)}, m.samples)
-            for m in messages
-        ]
-        return super().aggregate(models)
-
-    def control_change(self, messages: list[Message], name: str) -> Tensor:
-        """How much one entry of c moves in this round, in float64."""
-        changes = [message.tensors[CHANGE + name].double() for message in messages]
-        return torch.stack(changes).sum(0) / self.federation.num_clients
-
-    def personal_state(self, client: int) -> State:
-        """The server's model for everyone, with the buffers that a client keeps."""
-        kept = self.snapshots[client].private
-        return {name: kept.get(name, value) for name, value in self.server_state().items()}
+            changes = [message.tensors[CHANGE + name].double() for message in messages]
+            control += (torch.stack(changes).sum(0) / len(self.roster)).to(control.dtype)
+        return self.mean(messages, names=self.shared_names)

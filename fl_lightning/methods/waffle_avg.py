@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.agents import AgentsOfInterest, one_hot
+from fl_lightning.methods.lib.agents import AgentsOfInterest, one_hot
 from fl_lightning.methods.scaffold import CHANGE, OWN, SCAFFOLD, SERVER
 from fl_lightning.methods.schedules import AnySchedule, describe, made
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State, weighted_mean
+from fl_lightning.parties import Me, Reply
+from fl_lightning.wire import Message, State, prefixed, under, without
 
 #: Prefix of a client's new control variate, which it sends up with ``control="weighted_mean"``.
 NEW = "control.new."
@@ -54,7 +55,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         smoothing: number of rounds that weights are averaged over; 1 does not smooth.
         before_first: what the first rounds average with: equal weights (``uniform``) or only rounds there are
             (``available``).
-        kwargs: see :class:`~fl_lightning.methods.agents.AgentsOfInterest` (``agent_of_interest``) and
+        kwargs: see :class:`~fl_lightning.methods.lib.agents.AgentsOfInterest` (``agent_of_interest``) and
             :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -111,12 +112,12 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         """Everyone, until the smoothed weights are the agents' alone."""
         if round + 1 < self.first_local + self.smoothing - 1:
             return super().may_count(round)
-        return torch.stack([one_hot(self.federation.num_clients, agent) for agent in self.agents]).bool()
+        return torch.stack([one_hot(self.clients_known, agent) for agent in self.agents]).bool()
 
     def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:
         """Smoothed weights; raw ones of the rounds that smoothing needs are remembered."""
         raw = self.raw_weights(distances)
-        clients = self.federation.num_clients
+        clients = self.clients_known
         past = self.memory.get(RAW, torch.zeros(0, *raw.shape, dtype=raw.dtype)).cpu()
         if self.this_round < self.first_local:
             # Nothing is known of agents whose own update is left out: they weigh as in the round before.
@@ -129,7 +130,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
 
     def raw_weights(self, distances: Tensor) -> Tensor:
         """Normalised weights of this round before smoothing, shape (agents of interest, clients)."""
-        clients, progress = self.federation.num_clients, min(1.0, self.this_round / self.total_rounds)
+        clients, progress = self.clients_known, min(1.0, self.this_round / self.total_rounds)
         if self.this_round >= self.first_local:
             return torch.stack([one_hot(clients, agent) for agent in self.agents])
         omega, psi = float(self.omega(progress)), float(self.psi(progress))
@@ -140,19 +141,22 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
 
     # ---- control variates -----------------------------------------------------------------------------------
 
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-        """As SCAFFOLD; with ``weighted_mean`` c_i goes up in the place of its change, which the server could add up."""
-        sent, kept = super().finish(client, state, message)
+    # client
+
+    def leave(self, state: State, received: State, me: Me) -> Reply:
+        """As SCAFFOLD; with ``weighted_mean`` c_i goes up instead of its change, which the server could add up."""
+        up, keep = super().leave(state, received, me)
         if self.control_rule == "weighted_mean":
-            sent = {name: value for name, value in sent.items() if not name.startswith(CHANGE)}
-            sent |= {NEW + name: kept[OWN + name] for name in self.trainable_names}
-        return sent, kept
+            up = without(CHANGE, up) | prefixed(NEW, under(OWN, keep or {}))
+        return Reply(up, keep)
+
+    # server
 
     def combine(self, messages: Sequence[Message], weights: Sequence[float], before: State) -> State:
         """The mean model, and c by the rule (Eq. 1)."""
         after, mean = super().combine(messages, weights, before), self.control_rule == "weighted_mean"
         prefix = NEW if mean else CHANGE
-        moved = weighted_mean(messages, weights, [prefix + name for name in self.trainable_names])
+        moved = self.mean(messages, weights, [prefix + name for name in self.trainable_names])
         for name in self.trainable_names:
             value = moved[prefix + name]
             after[SERVER + name] = value if mean else before[SERVER + name] + value

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.checks import one_of
 from fl_lightning.engine import Batch, Phase
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.factorized import FactorizedModule, choice, widened
+from fl_lightning.methods.lib.factorized import FactorizedModule, widened
 from fl_lightning.nets import FedNet
 from fl_lightning.wire import State
 
@@ -45,16 +46,18 @@ class WAFFLeL1(FactorizedModule):
         active_score: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        super().__init__(net, never_sampled=choice("never_sampled", never_sampled, ("ones", "adapt")), **kwargs)
+        super().__init__(net, never_sampled=one_of("never_sampled", never_sampled, ("ones", "adapt")), **kwargs)
         for name, value in (("omega", omega), ("score_lr_mult", score_lr_mult), ("active_score", active_score)):
             if not value >= 0:
                 raise FederationError(f"{name} must be 0 or more, not {value}.")
         self.omega, self.score_lr_mult, self.active_score = omega, score_lr_mult, active_score
         self.factorise(factors, {})
 
-    def initial(self, layer: str) -> State:
+    # client
+
+    def initial(self, layer: str, number: int) -> State:
         """Every score at 1."""
-        return {"scores": torch.ones_like(self.layers[layer].r.detach())}
+        return {"scores": torch.ones(number).to(self.layers[layer].r.detach())}
 
     def phases(self) -> Sequence[Phase]:
         """Dictionary and scores together."""
@@ -76,6 +79,8 @@ class WAFFLeL1(FactorizedModule):
     def selection(self, own: State, rng: np.random.Generator) -> Tensor:
         """The scores as they are."""
         return own["scores"]
+
+    # reports
 
     def active_factors(self, client: int) -> dict[str, Tensor]:
         """Which factors a client that has trained uses, by layer, shape (F,)."""

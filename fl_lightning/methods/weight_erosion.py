@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.agents import AgentsOfInterest
+from fl_lightning.methods.lib.agents import AgentsOfInterest
 from fl_lightning.nets import FedNet
 
 #: What is left of the weights, shape (agents of interest, clients), float64.
@@ -32,7 +32,7 @@ class WeightErosion(AgentsOfInterest):
         net: the network.
         distance_penalty: p_d; None means 0.1 / N.
         size_penalty: p_s, what agents with little data lose beyond that once their samples have been seen.
-        kwargs: see :class:`~fl_lightning.methods.agents.AgentsOfInterest` (``agent_of_interest``) and
+        kwargs: see :class:`~fl_lightning.methods.lib.agents.AgentsOfInterest` (``agent_of_interest``) and
             :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -49,9 +49,10 @@ class WeightErosion(AgentsOfInterest):
 
     def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:
         """Let the weights wear away and normalise what is left; clients that were left out lose nothing."""
-        clients = self.federation.num_clients
+        clients = self.clients_known
         penalty = 0.1 / clients if self.distance_penalty is None else self.distance_penalty
-        passes = (self.this_round - 1) * self.local.batch_size // self.federation.train.sizes.cpu()
+        sizes = torch.tensor([client.samples for client in self.roster])
+        passes = (self.this_round - 1) * self.local.batch_size // sizes
         relative = (distances / moved[:, None]).where(moved[:, None] >= TINY, 0.0).nan_to_num(0.0)
         left = (self._left() - penalty * (1 + self.size_penalty * passes) * relative).clamp_min(0.0)
         self.memory[LEFT] = left.to(self.device)
@@ -62,5 +63,5 @@ class WeightErosion(AgentsOfInterest):
         return self._left() > 0
 
     def _left(self) -> Tensor:
-        whole = torch.ones(len(self.agents), self.federation.num_clients, dtype=torch.float64)
+        whole = torch.ones(len(self.agents), self.clients_known, dtype=torch.float64)
         return self.memory.get(LEFT, whole).cpu()

@@ -7,7 +7,7 @@ Where the first layer is linear with a bias and the batch is one sample, the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,9 +17,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from fl_lightning import seeding
-from fl_lightning.engine import Job, LocalTraining, Move, Phase, SequentialEngine
+from fl_lightning.engine import Plan, SequentialEngine
+from fl_lightning.exchange import train_clients
 from fl_lightning.metrics import psnr, ssim, total_variation
 from fl_lightning.module import FederatedModule
+from fl_lightning.parties import LocalData, Memory
 from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.pixels import Pixels
 from fl_lightning.privacy.report import Row
@@ -28,41 +30,12 @@ from fl_lightning.privacy.wiretap import Protection, Run, Wire
 from fl_lightning.wire import Message, State
 
 
-@dataclass
-class _OneStep:
-    """What an engine asks of a method, for a round of one step per phase on one batch."""
-
-    method: FederatedModule
-    batch: int
-
-    def __post_init__(self) -> None:
-        self.local: LocalTraining = replace(self.method.local, batch_size=self.batch, epochs=1)
-        self.seed = self.method.seed
-        self.batch_statistics = self.method.batch_statistics
-        self.compute_dtype = self.method.compute_dtype
-
-    def phases(self) -> Sequence[Phase]:
-        return [replace(phase, epochs=1) for phase in self.method.phases()]
-
-    def moves(self, phase: Phase) -> Sequence[Move]:
-        return self.method.moves(phase)
-
-    def opening(self, phase: Phase) -> Sequence[Move]:
-        return self.method.opening(phase)
-
-    def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
-        return self.method.draw_noise(rng, steps)
-
-    def dropout_shapes(self, x: Tensor) -> Mapping[str, tuple[int, ...]]:
-        return self.method.dropout_shapes(x)
-
-
 def small_update(
     module: FederatedModule, client: int, rows: Tensor, protect: Protection | None = None
 ) -> tuple[State, State, State]:
     """What a client would receive, send and keep in a round of one step on a few of its samples; nothing is kept.
 
-    Of several models that it receives, the one that it trains is told.
+    If the client receives several models, only the one it trains is returned.
 
     Args:
         module: the method under its Trainer.
@@ -70,21 +43,22 @@ def small_update(
         rows: its samples, the batch.
         protect: what the client does to the message before it leaves.
     """
-    federation = module.federation
-    received = module.message_down(client)
+    federation, received = module.federation, module.message_down(client)
     data = as_clients(federation, [rows] * federation.num_clients)
     if federation.label_maps is not None:
         data = replace(data, label_maps=federation.label_maps)
-    job = Job(client, module.begin(client, received))
-    (result,) = SequentialEngine().train(_OneStep(module, len(rows)), data, [job], module.completed_rounds)
-    module.after_training({client: result.state}, module.completed_rounds)
-    sent, kept = module.finish(client, result.state, received)
-    message = Message(client, sent, len(rows))
+    me = replace(module.simulation.me(client, module.setting()), data=LocalData(data, client), memory=Memory())
+    method = module.plan(me)
+    phases = [replace(phase, epochs=1) for phase in method.phases()]
+    step = Plan(method, phases, replace(method.local, batch_size=len(rows), epochs=1))
+    (one,) = train_clients(module, SequentialEngine(), {client: received}, [me], plan=step)
+    message = Message(client, one.up, len(rows))
     if protect is not None:
         protect(received, message)
     if received and not module.revealed(received):  # several models, of which the client's answer names its own
-        received = {name: job.state[name] for name in module.shared_names}
-    return received, message.tensors, kept
+        begun = module.enter(received, me)
+        received = {name: begun[name] for name in module.shared_names}
+    return received, message.tensors, one.keep or {}
 
 
 def gradient_of(module: FederatedModule, received: State, sent: State) -> State:

@@ -14,8 +14,9 @@ from typing import ClassVar
 
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
-from fl_lightning.methods.adaptation import Fitting, fit_entries
+from fl_lightning.methods.lib.adaptation import fit_entries, fitting
 from fl_lightning.module import FederatedModule
+from fl_lightning.parties import LocalData
 from fl_lightning.privacy.wiretap import Run
 from fl_lightning.wire import State, is_finite
 
@@ -89,7 +90,7 @@ class OtherClient(View):
         message = module.message_down(other)
         if not message:
             return {}
-        begun = module.begin(other, message)
+        begun = module.enter(message, module.simulation.me(other, module.setting()))
         known = {name: begun[name] for name in module.shared_names if name in message or name in module.trainable_names}
         return _completed(run, client, self.name, [known], reference)
 
@@ -146,5 +147,6 @@ def _completed(run: Run, client: int, key: str, seen: list[State], reference: Fe
 def _guess(module: FederatedModule, state: State, reference: Federation) -> State:
     """Fit the private entries to the adversary's data, on the entries it has seen; as at first where that diverges."""
     start = module.private_start()
-    found = fit_entries(Fitting(module, tuple(start), GUESS_EPOCHS), reference, [0], {**state, **start})[0]
+    plan = fitting(module, tuple(start), GUESS_EPOCHS)
+    (found,) = fit_entries(module, plan, [LocalData(reference, 0)], [{**state, **start}])
     return found if is_finite(found) else start

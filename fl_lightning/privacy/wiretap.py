@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fl_lightning.engine import Job, settled
+from fl_lightning.engine import settled
+from fl_lightning.exchange import train_clients
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import Message, State
 
@@ -128,15 +129,12 @@ def intercept(module: FederatedModule, clients: Sequence[int], protect: Protecti
     with torch.inference_mode(False), torch.enable_grad():
         for start in range(0, len(clients), engine.width):
             received = {client: module.message_down(client) for client in clients[start : start + engine.width]}
-            jobs = [Job(client, module.begin(client, message)) for client, message in received.items()]
-            results = engine.train(module, module.federation, jobs, module.completed_rounds)
-            module.after_training({c: r.state for c, r in zip(received, results, strict=True)}, module.completed_rounds)
-            for job, result in zip(jobs, results, strict=True):
-                sent, kept = module.finish(job.client, result.state, received[job.client])
-                message = Message(job.client, sent, len(module.federation.train[job.client]))
+            mes = [module.simulation.me(client, module.setting()) for client in received]
+            for one in train_clients(module, engine, received, mes):
+                client, message = one.me.number, Message(one.me.number, one.up, len(one.me.data))
                 if protect is not None:
-                    protect(received[job.client], message)
-                run.wire.hand(job.client, received[job.client])
-                run.wire.note(job.client, message.tensors)
-                run.private[job.client] = {name: value.detach().clone() for name, value in kept.items()}
+                    protect(received[client], message)
+                run.wire.hand(client, received[client])
+                run.wire.note(client, message.tensors)
+                run.private[client] = one.keep or {}
     return run

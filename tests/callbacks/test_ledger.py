@@ -14,6 +14,7 @@ from fl_lightning.callbacks import LedgerCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, LGFedAvg, Local, WAFFLe
 from fl_lightning.module import FederatedModule
+from fl_lightning.parties import Me, Reply
 from fl_lightning.wire import State
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 
@@ -63,9 +64,8 @@ def test_bytes_by_hand(
 class Leaky(FedPer):
     """Sends its head."""
 
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-        sent, kept = super().finish(client, state, message)
-        return sent | {"head.weight": state["head.weight"]}, kept
+    def leave(self, state: State, received: State, me: Me) -> Reply:
+        return super().leave(state, received, me).plus(up={"head.weight": state["head.weight"]})
 
     def aggregate(self, messages: list[Any]) -> State:
         mean = super().aggregate(messages)
@@ -75,10 +75,9 @@ class Leaky(FedPer):
 class Renamed(FedAvg):
     """Keeps an entry that the net does not know, and sends it."""
 
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-        sent, kept = super().finish(client, state, message)
+    def leave(self, state: State, received: State, me: Me) -> Reply:
         secret = {"secret": torch.ones(3)}
-        return sent | secret, kept | secret
+        return super().leave(state, received, me).plus(up=secret, keep=secret)
 
     def aggregate(self, messages: list[Any]) -> State:
         return {name: value for name, value in super().aggregate(messages).items() if name != "secret"}

@@ -417,7 +417,8 @@ def test_engines_never_write_to_the_state_they_are_given() -> None:
     data = blobs((19, 9), IMAGE)
     for engine in ("sequential", "stacked", "captured"):
         for clients in ([0], [0, 1]):
-            jobs = [Job(c, method.begin(c, method.message_down(c))) for c in clients]
+            mes = [method.simulation.me(c, method.setting()) for c in clients]
+            jobs = [Job(me.client, method.enter(method.message_down(me.client), me)) for me in mes]
             before = {k: v.clone() for k, v in jobs[0].state.items()}
             make_engine(engine).train(method, data.federation, jobs, 0)
             assert largest_difference(before, jobs[0].state) == 0.0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import IFCA, FedAvg, FedCluster, FedGroup, FeSEM
-from fl_lightning.methods.clusters import ClusteredModule, balanced, redrawn, squared_distances
+from fl_lightning.methods.lib.clusters import ClusteredModule, balanced, redrawn, squared_distances
 from fl_lightning.nets import LeNetBN
 from fl_lightning.optim import FedAdam
 from fl_lightning.seeding import stream

@@ -122,9 +122,9 @@ def test_buffer_policies(policy: str) -> None:
     method = FedAvg(LeNetBN(num_classes=4), lr=0.1, batch_size=8, buffers=policy)
     names = [name for name, _ in method.net.named_buffers()]
     seen: dict[str, list[set[str]]] = {"down": [], "up": []}
-    down, finish = method.message_down, method.finish
+    down, leave = method.message_down, method.leave
     method.message_down = lambda c: (seen["down"].append(set(m := down(c))), m)[1]  # type: ignore[method-assign]
-    method.finish = lambda c, s, m: (seen["up"].append(set((r := finish(c, s, m))[0])), r)[1]  # type: ignore[method-assign]
+    method.leave = lambda *args: (seen["up"].append(set((r := leave(*args)).up)), r)[1]  # type: ignore[method-assign]
     start = {name: method.net.state_dict()[name].clone() for name in names}
     fit(method, data, rounds=2)
     assert not any(set(names) & sent for sent in seen["down"])

@@ -11,13 +11,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fl_lightning import seeding
+from fl_lightning.engine import entries
 from fl_lightning.errors import FederationError
 from fl_lightning.federate import federate
-from fl_lightning.laplace import DiagonalCurvature, client_curvature
 from fl_lightning.methods import FedAvg, FedBPS, FedPer, Local
 from fl_lightning.methods.fedbps import MASK, OWN, VARIANCE, largest
-from fl_lightning.methods.held_out import held_out
-from fl_lightning.nets import LeNetBN
+from fl_lightning.methods.lib import laplace
+from fl_lightning.methods.lib.held_out import held_out
+from fl_lightning.methods.lib.laplace import DiagonalCurvature, client_curvature
+from fl_lightning.nets import BiLSTM, LeNetBN
+from fl_lightning.parties import LocalData
 from fl_lightning.wire import Message, pack_bits, unpack_bits
 from tests.engine.test_equality import NETS, differ, seeded
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, untimed, weights
@@ -196,12 +199,36 @@ def test_the_settings_of_the_approximation(
     diagonal = DiagonalCurvature(mlp().double(), kind=curvature)
     for message in got:
         client, state = message.client, {name: message.tensors[name] for name in method.sizes}
-        rngs = {client: seeding.stream(0, "laplace", 0, client)}
+        own, rng = LocalData(data.federation, client), seeding.stream(0, "laplace", 0, client)
         settled = (torch.float64, settings[0], 64, settings[2])
-        (found,) = client_curvature(diagonal, data.federation, {client: state}, rngs, *settled).values()
+        (found,) = client_curvature(diagonal, [own], [state], [rng], *settled)
         expected = {name: message.samples * h.clamp(min=0) for name, h in found.items()}
         sent = {name: 1 / message.tensors[VARIANCE + name] - 0.5 for name in method.sizes}
         assert largest_difference(sent, expected) < 1e-9
+
+
+@pytest.mark.parametrize(("curvature", "draws"), [("fisher", 1), ("ggn", 1), ("hessian", 100)])
+def test_signs_are_drawn_a_hundred_times_unless_told_otherwise(
+    curvature: Any, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One draw of signs, which all samples share, says next to nothing."""
+    made: list[Tensor | None] = []
+    noise = laplace._noise
+    monkeypatch.setattr(laplace, "_noise", lambda *args: (made.append(noise(*args)), made[-1])[1])
+    fit(FedBPS(mlp(), curvature=curvature, **{**OPTIONS, "epochs": 1}), blobs((8,)), rounds=1)
+    assert len(made) == draws
+    if curvature != "fisher":  # which draws nothing
+        assert len({tuple(drawn.flatten().tolist()) for drawn in made if drawn is not None}) == draws
+
+
+def test_second_derivatives_of_recurrent_layers_are_refused() -> None:
+    net = BiLSTM(10, 4, 2)
+    layer = next(name for name, module in net.named_modules() if isinstance(module, nn.LSTM))
+    sentence = rf"^curvature='hessian' .* recurrent layer \({layer}\): use fisher or ggn\.$"
+    with pytest.raises(FederationError, match=sentence):
+        FedBPS(net, curvature="hessian")
+    for curvature in ("fisher", "ggn"):
+        FedBPS(net, curvature=curvature)  # type: ignore[arg-type]
 
 
 def test_every_round_draws_its_own_samples() -> None:
@@ -233,7 +260,7 @@ def test_a_nets_own_loss_decides_the_variance(curvature: Any, ratio: float) -> N
     """At the same weights: ten times the loss has a hundred times the squares and ten times the second derivative."""
     curvatures = []
     for k in (1.0, 10.0):
-        method: Any = federate(Scaled(k), FedBPS, curvature=curvature, **{**OPTIONS, "lr": 0.0})
+        method: Any = federate(Scaled(k), FedBPS, curvature=curvature, laplace_draws=2, **{**OPTIONS, "lr": 0.0})
         got: list[Message] = []
         method.on_before_aggregate = got.extend
         fit(method, blobs(), rounds=1)
@@ -263,7 +290,8 @@ def test_clients_go_on_from_the_mixture() -> None:
     server, mask = weights(method), method._by_name(personal(method))
     for message in got:
         own = message.tensors
-        begun = method.begin(message.client, method.message_down(message.client))
+        me = method.simulation.me(message.client, method.setting())
+        begun = method.enter(method.message_down(message.client), me)
         assert begun.keys() == server.keys()
         for name, part in mask.items():
             marked = part.view_as(server[name])
@@ -311,9 +339,8 @@ def test_shares_and_ratio_are_logged() -> None:
 def test_stacked_equals_sequential(net: str, curvature: Any) -> None:
     def trained(engine: str, width: int) -> FedBPS:
         make, shape = NETS[net]
-        method = FedBPS(
-            seeded(make), p=0.5, curvature=curvature, clients_per_stack=width, **{**OPTIONS, "engine": engine}
-        )
+        options: dict[str, Any] = {"clients_per_stack": width, "laplace_draws": 2, **OPTIONS, "engine": engine}
+        method = FedBPS(seeded(make), p=0.5, curvature=curvature, **options)
         fit(method, blobs((19, 9, 16, 8), shape), rounds=2)
         return method
 
@@ -349,7 +376,11 @@ def test_never_sampled_clients_are_evaluated_with_the_servers_model() -> None:
     method.cohort = lambda round: [0, 1]  # type: ignore[method-assign]
     fit(method, blobs())
     assert largest_difference(method.personal_state(3), weights(method)) == 0.0
-    assert (method.model_key(3), method.model_key(2), method.model_key(1)) == (-1, -1, 1)
+    models = [method.personal_state(client) for client in range(4)]
+    for name, value in entries(method.net).items():
+        trained, *others = (model[name].data_ptr() for model in models[1:])
+        assert others == [value.data_ptr()] * 2
+        assert trained != value.data_ptr()
 
 
 @pytest.mark.parametrize("options", [{"p": 0.6}, {"p": "auto", "auto_values": (0.2, 0.9), "auto_rounds": 1}])
@@ -407,7 +438,7 @@ def test_the_choice_never_sees_a_test_sample(monkeypatch: pytest.MonkeyPatch) ->
             federation = data.federation
             federation.inputs[federation.test.flat] = 1e6
             federation.targets[federation.test.flat] = 0
-        monkeypatch.setattr("fl_lightning.methods.held_out.rank_zero_info", seen.append)
+        monkeypatch.setattr("fl_lightning.methods.lib.held_out.rank_zero_info", seen.append)
         method = FedBPS(mlp(), **AUTO)
         fit(method, data, rounds=1)
         assert len(seen) == 4  # a line for each trial and one for the choice
@@ -446,6 +477,7 @@ def test_auto_under_fast_dev_run() -> None:
         ({"reading": "both"}, "reading must be inverse or literal"),
         ({"prior_precision": 0.0}, "prior_precision must be greater than 0"),
         ({"laplace_samples": 0}, "laplace_samples must be 1 or more"),
+        ({"laplace_draws": 0}, "laplace_draws must be 1 or more"),
         ({"chunk_size": 0}, "chunk_size must be 1 or more"),
         ({"curvature": "exact"}, "curvature must be fisher, ggn or hessian"),
     ],

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from fl_lightning import seeding
+from fl_lightning.engine import entries
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedCluster
 from fl_lightning.methods.fedcluster import dominant_class
+from fl_lightning.parties import LocalData, Reply
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, sgd, weights
 
 MANY = (19, 9, 16, 8, 30, 12, 24)
@@ -81,19 +83,20 @@ def test_groups_without_a_client_in_the_cohort_are_not_visited() -> None:
 def test_groups_by_dominant_class() -> None:
     data, method = blobs((40,) * 8), fedcluster(clusters=4, groups="dominant")
     fit(method, data, rounds=1)
-    classes = [dominant_class(data.federation, client) for client in range(8)]
+    classes = [int(dominant_class(LocalData(data.federation, client))) for client in range(8)]
     assert classes == [0, 1, 2, 3] * 2
     assert method.assignment() == classes
     maps = torch.arange(CLASSES).repeat(8, 1)
     maps[4] = torch.tensor([1, 0, 2, 3])  # calls the first two classes by each other's name
-    assert [dominant_class(replace(data.federation, label_maps=maps), client) for client in (0, 4)] == [0, 1]
+    mapped = replace(data.federation, label_maps=maps)
+    assert [int(dominant_class(LocalData(mapped, client))) for client in (0, 4)] == [0, 1]
 
 
 def test_everyone_has_the_same_model_and_groups_do_help_nobody_to_another() -> None:
     method = fedcluster()
     fit(method, blobs(MANY), rounds=1)
-    assert {method.model_key(client) for client in range(7)} == {-1}
-    assert torch.equal(method.personal_state(0)["fc1.weight"], method.net.fc1.weight)  # type: ignore[union-attr]
+    for name, value in entries(method.net).items():
+        assert {method.personal_state(client)[name].data_ptr() for client in range(7)} == {value.data_ptr()}
     other = FedAvg(mlp(), lr=0.1, batch_size=8, engine="stacked")
     fit(other, blobs(MANY), rounds=1)
     assert largest_difference(weights(method), weights(other)) > 1e-3
@@ -102,13 +105,13 @@ def test_everyone_has_the_same_model_and_groups_do_help_nobody_to_another() -> N
 @pytest.mark.filterwarnings("ignore:Round 0")
 def test_a_group_whose_only_client_diverges_leaves_the_model_as_it_is() -> None:
     method = fedcluster(clusters=4)
-    finish = method.finish
+    leave = method.leave
 
-    def broken(client: int, state: Any, message: Any) -> Any:
-        sent, kept = finish(client, state, message)
-        return ({name: value * torch.nan for name, value in sent.items()} if client == 2 else sent), kept
+    def broken(state: Any, received: Any, me: Any) -> Reply:
+        reply = leave(state, received, me)
+        return reply._replace(up={name: v * torch.nan for name, v in reply.up.items()}) if me.number == 2 else reply
 
-    method.finish = broken  # type: ignore[method-assign]
+    method.leave = broken  # type: ignore[method-assign]
     run = fit(method, blobs(), rounds=1)
     assert run.callback_metrics["clients/left_out"] == 1
     assert run.callback_metrics["clients/trained"] == 3
@@ -116,9 +119,8 @@ def test_a_group_whose_only_client_diverges_leaves_the_model_as_it_is() -> None:
     others.cohort = lambda round: [0, 1, 3]  # type: ignore[method-assign]
     fit(others, blobs(), rounds=1)
     assert largest_difference(weights(method), weights(others)) == 0
-    method.finish = lambda client, state, message: (  # type: ignore[method-assign]
-        {name: value * torch.nan for name, value in state.items()},
-        {},
+    method.leave = lambda state, received, me: Reply(  # type: ignore[method-assign]
+        {name: value * torch.nan for name, value in state.items()}, {}
     )
     with pytest.raises(FederationError, match="are not finite"):
         fit(method, blobs(), rounds=1)

@@ -15,9 +15,10 @@ from sklearn.decomposition import TruncatedSVD
 
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedGroup, fedgroup
-from fl_lightning.methods.adaptation import Fitting, fit_entries
 from fl_lightning.methods.fedgroup import cosine_features, gram_matrix, k_means
+from fl_lightning.methods.lib.adaptation import fit_entries, fitting
 from fl_lightning.nets import LeNetBN
+from fl_lightning.parties import LocalData, Reply
 from tests.support import blobs, fit, largest_difference, mlp, planted, weights
 
 
@@ -34,9 +35,10 @@ def test_one_group_is_fedavg_from_the_initial_model_and_the_mean_update(engine: 
     start = mlp().double()
     other = FedAvg(mlp(), lr=0.1, batch_size=8, epochs=2, engine=engine).double()
     state = {name: value.clone() for name, value in start.state_dict().items()}
-    cold = Fitting(other, other.trainable_names, 10, 10, "cold start")
-    trained = fit_entries(cold, blobs().federation, range(4), state)
-    mean = {name: state[name] + sum(own[name] - state[name] for own in trained.values()) / 4 for name in state}
+    cold = fitting(other, other.trainable_names, 10, 10, "cold start")
+    federation = blobs().federation
+    trained = fit_entries(other, cold, [LocalData(federation, client) for client in range(4)], [state] * 4)
+    mean = {name: state[name] + sum(own[name] - state[name] for own in trained) / 4 for name in state}
     other.net.load_state_dict(mean)
     fit(other, blobs(), rounds=3)
     assert largest_difference(weights(method), weights(other)) < 1e-12
@@ -68,7 +70,7 @@ def test_groups_models_and_references_after_the_cold_start() -> None:
     start = {name: value.double() for name, value in mlp().state_dict().items()}
 
     def note(messages: list[Any]) -> None:
-        if method.stage.training is not None:
+        if method.stage.name != "train":
             sent.update({m.client: m.tensors for m in messages})
         else:
             after.extend({n: v.clone() for n, v in method.model_state(q).items()} for q in range(2))
@@ -88,7 +90,7 @@ def test_groups_begin_where_the_cold_start_led_whatever_the_servers_optimizer() 
     for method in (plain, adaptive):
 
         def note(messages: list[Any], method: Any = method) -> None:
-            if method.stage.training is None:
+            if method.stage.name == "train":
                 begun.append([{n: v.clone() for n, v in method.model_state(q).items()} for q in range(2)])
 
         method.on_before_aggregate = note  # type: ignore[attr-defined]
@@ -103,20 +105,20 @@ def test_groups_begin_where_the_cold_start_led_whatever_the_servers_optimizer() 
 def test_a_newcomer_that_diverges_in_the_cold_start_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedgroup, "PER_GROUP", 2)
     method = group()
-    finish = method.finish
+    leave = method.leave
 
-    def broken(client: int, state: Any, message: Any) -> Any:
-        sent, kept = finish(client, state, message)
-        return ({n: v * torch.nan for n, v in sent.items()} if method.stage.name == fedgroup.JOIN else sent), kept
+    def broken(state: Any, received: Any, me: Any) -> Reply:
+        reply = leave(state, received, me)
+        spoilt = {n: v * torch.nan for n, v in reply.up.items()}
+        return reply._replace(up=spoilt) if me.stage == fedgroup.JOIN else reply
 
-    method.finish = broken  # type: ignore[method-assign]
+    method.leave = broken  # type: ignore[method-assign]
     run = fit(method, planted(), rounds=1)
     assert len(method.groups) == 4
     assert run.callback_metrics["clients/trained"] == 8
     method = group()
-    method.finish = lambda client, state, message: (  # type: ignore[method-assign]
-        {name: value * torch.nan for name, value in state.items()},
-        {},
+    method.leave = lambda state, received, me: Reply(  # type: ignore[method-assign]
+        {name: value * torch.nan for name, value in state.items()}, {}
     )
     with pytest.raises(FederationError, match=r"updates of all 4 clients .* are not finite"):
         fit(method, planted(), rounds=1)
@@ -141,11 +143,11 @@ def test_others_take_the_same_steps_and_join_the_nearest_reference(monkeypatch: 
 
     def note(messages: list[Any]) -> None:
         stages.append((method.stage.name, [m.client for m in messages]))
-        if method.stage.training is not None:
+        if method.stage.name != "train":
             sent.update({m.client: m.tensors for m in messages})
 
     def received(client: int, message: dict[str, torch.Tensor]) -> None:
-        if method.stage.training is not None:
+        if method.stage.name != "train":
             assert largest_difference(message, initial) == 0  # also for the others
 
     method.on_client_start = received  # type: ignore[attr-defined]
@@ -166,11 +168,13 @@ def test_others_take_the_same_steps_and_join_the_nearest_reference(monkeypatch: 
 def test_a_client_without_a_group_is_evaluated_after_a_cold_start_of_its_own() -> None:
     method, data = group(), planted()
     run = fit(method, data, rounds=2)
-    whole, models = method.assignment(), [method.model_key(client) for client in range(8)]
+    whole, models = method.assignment(), [method.personal_state(client) for client in range(8)]
     for client in (2, 5):
         del method.groups[client]
     assert method.assignment() == whole
-    assert [method.model_key(client) for client in range(8)] == models
+    for client, model in enumerate(models):
+        again = method.personal_state(client)
+        assert {n: v.data_ptr() for n, v in again.items()} == {n: v.data_ptr() for n, v in model.items()}
     assert sorted(method.groups) == [0, 1, 3, 4, 6, 7]
     assert run.validate(method, data, verbose=False)[0]["val/acc"] > 0.5
 

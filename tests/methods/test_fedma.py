@@ -19,11 +19,12 @@ from fl_lightning.engine import entries
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedMA
 from fl_lightning.methods.fedma import OWN, PLACES, stages_of
-from fl_lightning.methods.matching import Matching
+from fl_lightning.methods.lib.matching import Matching
 from fl_lightning.nets import CNNCifar, DLATiny, FedNet, LeNet5, LeNetBN, ResNet18, ResNet20
 from fl_lightning.nets.derive import block_units, chain_units, check_units, derived_units
 from fl_lightning.nets.norms import add_norms, norm_layers
 from fl_lightning.nets.units import Units, recurrent_units, units_between
+from fl_lightning.parties import Reply
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
 
@@ -313,8 +314,8 @@ def aggregated(
     """What FedMA makes of clients that send these states."""
 
     class Sends(FedMA):
-        def finish(self, client: int, state: Any, message: Any) -> Any:
-            return dict(states[client]), {}
+        def leave(self, state: Any, received: Any, me: Any) -> Reply:
+            return Reply(dict(states[me.client]), {})
 
     method = Sends(net, batch_size=8, lr=0.0, engine="sequential", **kwargs)  # type: ignore[arg-type]
     fit(method, blobs(sizes or [8] * len(states), NETS[name][1]), rounds=1)
@@ -480,9 +481,9 @@ def test_the_layer_of_a_round_is_matched_before_it_is_averaged() -> None:
     """Clients that send permuted copies of a layer leave it as it was."""
     method, net = layerwise(), mlp(hidden=(16, 8)).double()
     state = {n: v.clone() for n, v in net.state_dict().items()}
-    units, finish = units_of(net, inputs("mlp")), method.finish
+    units, leave = units_of(net, inputs("mlp")), method.leave
     copies = [state, *(shuffled(state, units, seed) for seed in (1, 2, 3))]
-    method.finish = lambda client, _, message: finish(client, copies[client], message)  # type: ignore[method-assign]
+    method.leave = lambda _, received, me: leave(copies[me.client], received, me)  # type: ignore[method-assign]
     fit(method, blobs(), rounds=1)
     assert largest_difference(copies[1], state) > 0.1
     assert largest_difference(weights(method), state) < 1e-12
@@ -504,11 +505,11 @@ def test_a_client_goes_on_from_its_own_upper_layers_in_the_matched_order() -> No
     method = layerwise()
     order = np.random.default_rng(0).permutation(16)
     seen: list[dict[str, Tensor]] = []
-    begin = method.begin
+    enter = method.enter
 
-    def watched(client: int, message: Any) -> Any:
-        state = begin(client, message)
-        if client == 1 and method.turn == 1:
+    def watched(received: Any, me: Any) -> Any:
+        state = enter(received, me)
+        if me.client == 1 and method.turn(me.round) == 1:
             seen.append({n: v.clone() for n, v in state.items()})
             own = method.snapshots[1].private
             torch.testing.assert_close(state["fc2.weight"][:, order], own[f"{OWN}fc2.weight"])
@@ -516,7 +517,7 @@ def test_a_client_goes_on_from_its_own_upper_layers_in_the_matched_order() -> No
             assert torch.equal(state["head.weight"], own[f"{OWN}head.weight"])
         return state
 
-    method.begin = watched  # type: ignore[method-assign]
+    method.enter = watched  # type: ignore[method-assign]
 
     def matching(reference: Any, clients: Any, rng: Any, most: Any) -> Any:
         stay = [np.arange(len(reference)) for _ in clients]

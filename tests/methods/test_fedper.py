@@ -96,7 +96,7 @@ def test_private_running_statistics_start_anew_and_are_kept_for_evaluation() -> 
         state = method.personal_state(client)
         assert torch.equal(state["bn1.running_mean"], method.snapshots[client].private["bn1.running_mean"])
         assert float(state["bn1.running_mean"].abs().max()) > 0
-    begun = method.begin(0, method.message_down(0))
+    begun = method.enter(method.message_down(0), method.simulation.me(0, method.setting()))
     assert float(begun["bn1.running_mean"].abs().max()) == 0.0
     assert torch.equal(begun["bn1.weight"], method.snapshots[0].private["bn1.weight"])  # weights go on
 

@@ -9,10 +9,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fl_lightning.errors import FederationError
-from fl_lightning.evaluation import mean_loss
+from fl_lightning.evaluation import mean_loss, mean_losses
 from fl_lightning.methods import IFCA, FedAvg
+from fl_lightning.methods import ifca as ifca_module
 from fl_lightning.methods.ifca import CHOICE
 from fl_lightning.nets import LeNetBN
+from fl_lightning.parties import LocalData
 from tests.support import blobs, fit, largest_difference, mlp, planted
 
 
@@ -70,9 +72,11 @@ def test_evaluation_chooses_by_training_loss_also_for_clients_that_never_trained
 
 def test_a_choice_is_made_once_for_models_that_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    kept = IFCA.choose
-    monkeypatch.setattr(IFCA, "choose", lambda self, client, *more: (made.append(client), kept(self, client, *more))[1])
-    fit(ifca(), blobs(), rounds=3)
+    losses = ifca_module.mean_losses
+    monkeypatch.setattr(ifca_module, "mean_losses", lambda *args: (made.append(args[2].row), losses(*args))[1])
+    method = ifca()
+    fit(method, blobs(), rounds=3)
+    assert method.assignment() == [method.cluster_of(client) for client in range(4)]
     assert sorted(made) == sorted([0, 1, 2, 3] * 4)  # for the first round, and after each of three
 
 
@@ -83,12 +87,13 @@ def test_losses_of_several_models_are_those_of_each() -> None:
         fit(method, data, rounds=1)
         states = [method.model_state(q) for q in range(3)]
         for client in range(3):
-            each = torch.stack([mean_loss(method, state, client) for state in states])
-            assert torch.allclose(method.evaluator.losses(method, states, client), each, rtol=1e-9, atol=0)
-            assert method.evaluator._stackable
-            method.evaluator._stackable = False
-            assert torch.equal(method.evaluator.losses(method, states, client), each)
-            method.evaluator._stackable = True
+            own = LocalData(data.federation, client)
+            each = torch.stack([mean_loss(method, state, own) for state in states])
+            assert torch.allclose(mean_losses(method, states, own), each, rtol=1e-9, atol=0)
+            assert method.functional.stackable
+            method.functional.stackable = False
+            assert torch.equal(mean_losses(method, states, own), each)
+            method.functional.stackable = True
 
 
 def test_of_equal_models_the_first_is_taken_and_of_broken_ones_none() -> None:

@@ -15,6 +15,7 @@ from fl_lightning.engine import Batch
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import PFedMe
 from fl_lightning.nets import LeNetBN
+from fl_lightning.parties import Reply
 from fl_lightning.wire import Message, State
 from tests.engine.test_equality import IMAGE, differ, trained
 from tests.support import CLASSES, RAGGED, blobs, fit, largest_difference, mlp, weights
@@ -127,8 +128,8 @@ def test_theta_starts_from_w_in_every_round() -> None:
     """What was kept is for evaluation alone."""
     once, again = (PFedMe(mlp(), lr=0.05, engine="stacked") for _ in range(2))
     fit(once, blobs(), rounds=2)
-    finish = again.finish
-    again.finish = lambda *args: (finish(*args)[0], {n: v + 9 for n, v in finish(*args)[1].items()})  # type: ignore[method-assign]
+    leave = again.leave
+    again.leave = lambda *args: Reply((r := leave(*args)).up, {n: v + 9 for n, v in r.keep.items()})  # type: ignore[method-assign, union-attr]
     fit(again, blobs(), rounds=2)
     assert largest_difference(weights(once), weights(again)) == 0.0
 

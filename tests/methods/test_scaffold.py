@@ -14,7 +14,7 @@ from fl_lightning.callbacks import FederatedCallback
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg
-from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER, STEPS
+from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER
 from fl_lightning.nets import LeNetBN
 from tests.engine.test_equality import differ
 from tests.support import blobs, fit, largest_difference, mlp, weights
@@ -67,14 +67,14 @@ def test_one_client_equals_fedavg() -> None:
 
 def test_what_is_sent_is_the_change_of_c_i() -> None:
     method, seen = SCAFFOLD(mlp(), lr=0.1, batch_size=8), []
-    finish = method.finish
+    leave = method.leave
 
-    def watched(client: int, state: Any, message: Any) -> Any:
-        sent, kept = finish(client, state, message)
-        seen.append(all(torch.equal(sent[CHANGE + n], kept[OWN + n] - state[OWN + n]) for n in method.trainable_names))
-        return sent, kept
+    def watched(state: Any, received: Any, me: Any) -> Any:
+        reply = up, keep = leave(state, received, me)
+        seen.append(all(torch.equal(up[CHANGE + n], keep[OWN + n] - state[OWN + n]) for n in method.trainable_names))
+        return reply
 
-    method.finish = watched  # type: ignore[method-assign]
+    method.leave = watched  # type: ignore[method-assign]
     fit(method, blobs(), rounds=3)
     assert seen == [True] * 12
 
@@ -201,22 +201,58 @@ def test_buffers_that_clients_keep_are_those_they_are_evaluated_with() -> None:
         fit(method, blobs((19, 9, 16), (1, 28, 28)), rounds=1)  # in which SCAFFOLD is FedAvg
     for name in ("bn1.running_mean", "bn2.running_var"):
         torch.testing.assert_close(one.personal_state(1)[name], other.personal_state(1)[name])
-        assert (one.personal_state(1)[name] - one._initial_buffers[name]).abs().max() > 1e-3
+        assert (one.personal_state(1)[name] - one.initial_buffers[name]).abs().max() > 1e-3
 
 
 def test_steps_are_counted_beyond_what_half_a_float_can() -> None:
     """In bfloat16 256 + 1 is 256."""
     method = SCAFFOLD(mlp(), lr=0.001, epochs=60, batch_size=8, engine="sequential")
-    counted: list[float] = []
-    finish = method.finish
+    counted: list[int] = []
+    leave = method.leave
 
-    def look(client: int, state: Any, message: Any) -> Any:
-        counted.append(float(state[STEPS]))
-        return finish(client, state, message)
+    def look(state: Any, received: Any, me: Any) -> Any:
+        counted.append(me.steps)
+        return leave(state, received, me)
 
-    method.finish = look  # type: ignore[method-assign]
+    method.leave = look  # type: ignore[method-assign]
     fit(method, blobs([40]), rounds=1, precision="bf16-true", limit_val_batches=0)
-    assert counted == [300.0]
+    assert counted == [300]
+
+
+LOW = [("32-true", 0.1, 1e-5), ("32-true", 1e-4, 1e-5), ("bf16-true", 0.1, 2e-2), ("bf16-true", 0.001, 2e-2)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize(("precision", "lr", "bound"), LOW, ids=str)
+def test_control_variates_keep_their_digits_in_low_precision(
+    engine: str, precision: str, lr: float, bound: float
+) -> None:
+    """After one step c_i is the gradient at the first weights: by autograd in float64, of what was rounded alike."""
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    data, method = blobs([40, 27]), SCAFFOLD(mlp(), lr=lr, batch_size=64, engine=engine)
+    net = mlp().to(dtype).double()
+    fit(method, data, rounds=1, precision=precision, limit_val_batches=0)
+    for client, index in enumerate(data.federation.train):
+        net.zero_grad()
+        x = data.federation.inputs[index].to(dtype).double()
+        nn.functional.cross_entropy(net(x), data.federation.targets[index]).backward()
+        right = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        own = method.snapshots[client].private
+        found = torch.cat([own[OWN + name].double().flatten() for name, _ in net.named_parameters()])
+        assert float((found - right).norm() / right.norm()) < bound
+
+
+def test_control_variates_of_many_small_steps_are_those_of_double_precision() -> None:
+    """Five steps of 1e-4 a round: x - y has three digits of them in float32."""
+    one, other = (SCAFFOLD(mlp(), lr=1e-4, epochs=1, batch_size=8, engine="stacked") for _ in range(2))
+    fit(one, blobs(), rounds=2, precision="32-true", limit_val_batches=0)
+    fit(other, blobs(), rounds=2, precision="64-true", limit_val_batches=0)
+    for client in range(4):
+        found, right = (
+            torch.cat([m.snapshots[client].private[OWN + name].double().flatten() for name in m.trainable_names])
+            for m in (one, other)
+        )
+        assert float((found - right).norm() / right.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}], ids=["plain", "momentum"])

@@ -19,6 +19,7 @@ from fl_lightning.methods import SCAFFOLD, FedAvg, Local, WAFFLEAvg
 from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER
 from fl_lightning.methods.schedules import Constant, Linear, Sigmoid
 from fl_lightning.methods.waffle_avg import NEW, calculate_weights
+from fl_lightning.parties import Reply
 from tests.engine.test_equality import differ
 from tests.methods.test_scaffold import Point
 from tests.methods.test_weight_erosion import _known, twins
@@ -273,12 +274,12 @@ def test_all_agents_at_once_equal_a_run_for_each(control: Any) -> None:
 class Fails(WAFFLEAvg):
     """The update of client 2 for agent 1 is not finite in the second round."""
 
-    def finish(self, client: int, state: Any, message: Any) -> Any:
-        sent, kept = super().finish(client, state, message)
-        whose = self._row(client) if self.everyone else self.agent_of_interest
-        if (whose, self.client_of(client), self.this_round) == (1, 2, 2):
-            sent = {name: value * math.nan for name, value in sent.items()}
-        return sent, kept
+    def leave(self, state: Any, received: Any, me: Any) -> Reply:
+        reply = super().leave(state, received, me)
+        whose = self._row(me.number) if self.everyone else self.agent_of_interest
+        if (whose, me.client, me.round) == (1, 2, 1):
+            reply = reply._replace(up={name: value * math.nan for name, value in reply.up.items()})
+        return reply
 
 
 @pytest.mark.filterwarnings("ignore:Round 1")
@@ -292,10 +293,10 @@ def test_a_client_that_is_left_out_of_one_federation_goes_on_with_what_it_has_th
 class Silent(WAFFLEAvg):
     """The agent's own update is not finite in the second round."""
 
-    def finish(self, client: int, state: Any, message: Any) -> Any:
-        sent, kept = super().finish(client, state, message)
-        bad = client == self.agent_of_interest and self.this_round == 2
-        return {name: value * math.nan for name, value in sent.items()} if bad else sent, kept
+    def leave(self, state: Any, received: Any, me: Any) -> Reply:
+        reply = super().leave(state, received, me)
+        bad = me.number == self.agent_of_interest and me.round == 1
+        return reply._replace(up={name: value * math.nan for name, value in reply.up.items()}) if bad else reply
 
 
 @pytest.mark.filterwarnings("ignore:Round 1")

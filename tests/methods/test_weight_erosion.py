@@ -14,6 +14,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, Local, WeightErosion
 from fl_lightning.methods.weight_erosion import LEFT
 from fl_lightning.nets import LeNetBN
+from fl_lightning.parties import Reply
 from tests.engine.test_equality import differ, seeded
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, trainer, weights
 from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
@@ -243,16 +244,16 @@ def test_models_of_all_agents_are_for_as_many_clients(clients: int, tmp_path: Pa
 
 
 def test_an_update_that_is_left_out_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = WeightErosion.finish
+    leave = WeightErosion.leave
 
     def broken(bad: int) -> Any:
-        def finished(self: Any, client: int, state: Any, message: Any) -> Any:
-            sent, kept = finish(self, client, state, message)
-            return {n: v * (torch.nan if client == bad else 1) for n, v in sent.items()}, kept
+        def left(self: Any, state: Any, received: Any, me: Any) -> Reply:
+            reply = leave(self, state, received, me)
+            return reply._replace(up={n: v * (torch.nan if me.number == bad else 1) for n, v in reply.up.items()})
 
-        return finished
+        return left
 
-    monkeypatch.setattr(WeightErosion, "finish", broken(2))
+    monkeypatch.setattr(WeightErosion, "leave", broken(2))
     method = erosion(distance_penalty=0.0)
     with pytest.warns(UserWarning, match="left out clients 2"):
         fit(method, blobs(), rounds=1)
@@ -262,7 +263,7 @@ def test_an_update_that_is_left_out_counts_nothing(monkeypatch: pytest.MonkeyPat
         fit(method, blobs(), rounds=1)
     assert method.memory[LEFT][0, 2] == 1  # it was not measured
     assert method.memory[LEFT][0, 3] < 1
-    monkeypatch.setattr(WeightErosion, "finish", broken(0))
+    monkeypatch.setattr(WeightErosion, "leave", broken(0))
     method = erosion()
     start = weights(method)
     with pytest.warns(UserWarning, match="left out clients 0"):

@@ -12,10 +12,11 @@ from fl_lightning.engine import make_engine
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import APFL, SCAFFOLD, FedAvg, FedPer, LGFedAvg, Local, PFedMe, WAFFLe, WAFFLeL1
 from fl_lightning.module import FederatedModule
+from fl_lightning.parties import Me, Reply
 from fl_lightning.privacy import VIEWS, Run, Wire, Wiretap, intercept, make_views
 from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.wiretap import finished
-from fl_lightning.wire import State
+from fl_lightning.wire import State, prefixed
 from tests.engine.test_equality import METHODS
 from tests.support import blobs, fit, largest_difference, mlp, weights
 
@@ -59,7 +60,7 @@ def test_waffle_hides_the_selection_and_nothing_else() -> None:
     masks = {name: states[0]["fc1.mask"] for name, states in outsider.items()}
     assert torch.equal(masks["ones"], torch.ones(6, dtype=torch.float64))
     torch.testing.assert_close(masks["prior_mean"], prior_mean(6, 0.8 * 6).double(), rtol=1e-6, atol=0)
-    assert not torch.equal(masks["guess"], torch.sigmoid(method.initial("fc1")["logits"]))
+    assert not torch.equal(masks["guess"], torch.sigmoid(method.initial("fc1", 6)["logits"]))
     own = method.snapshots[2].private
     assert not torch.equal(masks["guess"], torch.sigmoid(own["fc1.logits"]))
     (insider,) = VIEWS["insider"]().observe(run, 2)["own"]
@@ -190,9 +191,9 @@ def test_the_next_messages_are_what_the_run_would_have_sent() -> None:
 
 def test_messages_in_a_language_of_their_own_are_refused() -> None:
     class Renaming(FedAvg):
-        def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
-            sent, kept = super().finish(client, state, message)
-            return {f"w.{name}": value for name, value in sent.items()}, kept
+        def leave(self, state: State, received: State, me: Me) -> Reply:
+            up, keep = super().leave(state, received, me)
+            return Reply(prefixed("w.", up), keep)
 
         def aggregate(self, messages: list[Any]) -> State:
             return {name.removeprefix("w."): value for name, value in super().aggregate(messages).items()}

@@ -15,9 +15,10 @@ from torch.nn.functional import softplus
 
 from fl_lightning import distributions as dist
 from fl_lightning import seeding
+from fl_lightning.checks import one_of
 from fl_lightning.engine import Batch, Phase
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.factorized import Dictionary, FactorizedModule, choice, widened
+from fl_lightning.methods.lib.factorized import Dictionary, FactorizedModule, widened
 from fl_lightning.nets import FedNet
 from fl_lightning.wire import State
 
@@ -93,9 +94,9 @@ class WAFFLe(FactorizedModule):
         for name, value in (("vi_lr_mult", vi_lr_mult), ("kl_weight", kl_weight)):
             if not value >= 0:
                 raise FederationError(f"{name} must be 0 or more, not {value}.")
-        choice("never_sampled", never_sampled, ("adapt", "ones", "prior_mean"))
-        self.schedule = choice("schedule", schedule, ("alternate", "joint"))
-        self.evaluation = choice("evaluation", evaluation, ("expected", "threshold", "sampled"))
+        one_of("never_sampled", never_sampled, ("adapt", "ones", "prior_mean"))
+        self.schedule = one_of("schedule", schedule, ("alternate", "joint"))
+        self.evaluation = one_of("evaluation", evaluation, ("expected", "threshold", "sampled"))
         if schedule == "alternate" and self.local.epochs < 2:
             raise FederationError(
                 "schedule='alternate' needs epochs for the selection and for the factors: set epochs to 2 or more, "
@@ -118,12 +119,12 @@ class WAFFLe(FactorizedModule):
             )
         self.factorise(factors, {layer: dist.expected_active(n, self.alpha[layer]) for layer, n in numbers.items()})
 
-    # ---- the posterior ----------------------------------------------------------------------------------------
+    # client: the posterior
 
-    def initial(self, layer: str) -> State:
+    def initial(self, layer: str, number: int) -> State:
         """Logits of the prior's mean, and c, d (before softplus) for which q(v) is the prior."""
         reference, alpha = self.layers[layer].r, self.alpha[layer]
-        mean = dist.prior_mean(self.factors[layer], alpha).clamp(EDGE, 1 - EDGE).logit()
+        mean = dist.prior_mean(number, alpha).clamp(EDGE, 1 - EDGE).logit()
         logits = mean.clamp(-self.logit_bound, self.logit_bound).to(reference.detach())
         return {
             "logits": logits,
@@ -131,10 +132,10 @@ class WAFFLe(FactorizedModule):
             "d": torch.full_like(logits, dist.softplus_inverse(1 - FLOOR)),
         }
 
-    def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
+    def noise(self, rng: np.random.Generator, steps: int, counts: Mapping[str, int]) -> State:
         """Noise of b and of v for every step and layer."""
         noise: State = {}
-        for layer, number in self.factors.items():
+        for layer, number in counts.items():
             noise[f"{layer}.logistic"] = dist.logistic(rng, (steps, number)).to(self.compute_dtype)
             noise[f"{layer}.log_u"] = dist.log_uniform(rng, (steps, number)).to(self.compute_dtype)
         return noise
@@ -178,7 +179,7 @@ class WAFFLe(FactorizedModule):
         moved = value - self.local.lr * self.vi_lr_mult * gradient
         return moved.clamp(-self.logit_bound, self.logit_bound)
 
-    # ---- the round --------------------------------------------------------------------------------------------
+    # client: the round
 
     def phases(self) -> Sequence[Phase]:
         """Selection first and then the dictionary, or both together."""
@@ -190,7 +191,7 @@ class WAFFLe(FactorizedModule):
             Phase(epochs - self.selection_epochs, weights, "factors"),
         ]
 
-    # ---- personal models --------------------------------------------------------------------------------------
+    # client: personal models
 
     def selection(self, own: State, rng: np.random.Generator) -> Tensor:
         """Either b = pi, b = 1[pi >= 1/2], or one draw of b that is always the same."""
@@ -200,26 +201,28 @@ class WAFFLe(FactorizedModule):
         bar = seeding.uniform(rng, pi.shape, pi.dtype).to(pi.device) if self.evaluation == "sampled" else 0.5
         return (pi >= bar).to(pi.dtype)
 
-    def unfitted_masks(self) -> State:
+    def unfitted_masks(self, counts: Mapping[str, int]) -> State:
         """All of b at 1, or at the prior's mean."""
-        return self.prior_masks() if self.never_sampled == "prior_mean" else {}
+        return self.prior_masks(counts) if self.never_sampled == "prior_mean" else super().unfitted_masks(counts)
 
-    def prior_masks(self) -> State:
+    def prior_masks(self, counts: Mapping[str, int]) -> State:
         """All of b at the prior's mean."""
-        masks = {f"{layer}.mask": dist.prior_mean(n, self.alpha[layer]) for layer, n in self.factors.items()}
-        state = self.server_state()
-        return {name: widened(mask, state[name]) for name, mask in masks.items()}
+        return {f"{m}.mask": dist.prior_mean(n, self.alpha[m]).to(self.layers[m].r) for m, n in counts.items()}
+
+    # adversary
 
     def assumptions(self) -> dict[str, State]:
         """All of b at 1, or at the prior's mean."""
-        return super().assumptions() | {"prior_mean": self.prior_masks()}
+        return super().assumptions() | {"prior_mean": self.prior_masks(self.factors)}
+
+    # growth
 
     def grow(self, extra: int | Mapping[str, int]) -> None:
         """Append factors, see :meth:`FactorizedModule.grow`; alpha stays, so the prior of the first ones does too."""
         super().grow(extra)
         self.hparams["alpha"] = dict(self.alpha)
 
-    # ---- what is reported -------------------------------------------------------------------------------------
+    # reports
 
     def active_factors(self, client: int) -> dict[str, Tensor]:
         """Which factors a client that has trained selects with probability 1/2 or more, by layer, shape (F,)."""

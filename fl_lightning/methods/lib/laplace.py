@@ -8,7 +8,7 @@ of precision delta, the variance of a weight is 1 / (n h + delta).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fl_lightning import seeding
 from fl_lightning.engine import FunctionalNet
 from fl_lightning.errors import FederationError
-from fl_lightning.federation import Federation
 from fl_lightning.nets import LossNet
+from fl_lightning.parties import LocalData, together
 from fl_lightning.wire import State
 
 CurvatureKind = Literal["fisher", "ggn", "hessian"]
@@ -44,6 +44,12 @@ def check_curvature(net: nn.Module, kind: str) -> None:
         raise FederationError(
             "curvature='ggn' draws labels from the net's scores, which a net's own loss does not say how to do: use "
             "fisher or hessian."
+        )
+    recurrent = [name for name, layer in net.named_modules() if isinstance(layer, nn.RNNBase)]
+    if kind == "hessian" and recurrent:
+        raise FederationError(
+            f"curvature='hessian' differentiates twice, which PyTorch cannot do for many samples of a recurrent layer "
+            f"({recurrent[0]}): use fisher or ggn."
         )
 
 
@@ -191,54 +197,54 @@ class DiagonalCurvature:
 
 def client_curvature(
     diagonal: DiagonalCurvature,
-    federation: Federation,
-    states: Mapping[int, State],
-    rngs: Mapping[int, np.random.Generator],
+    data: Sequence[LocalData],
+    states: Sequence[State],
+    rngs: Sequence[np.random.Generator],
     dtype: torch.dtype,
     samples: int = 1024,
     chunk: int = 128,
     draws: int = 1,
-) -> dict[int, State]:
+) -> list[State]:
     """Mean curvature of every client's model over its own training samples, all clients together.
 
     Args:
         diagonal: what to compute.
-        federation: the clients' data; samples are not augmented.
-        states: the models by client.
-        rngs: every client's stream, from which samples and noise are drawn.
+        data: the clients' samples, which are not augmented.
+        states: the clients' models.
+        rngs: the clients' streams, from which samples and noise are drawn.
         dtype: the nets' precision.
         samples: how many samples of a client are used at most, drawn without replacement.
         chunk: how many samples, over all clients, are differentiated at once; it bounds the memory.
         draws: how often labels or signs are drawn for each sample.
 
     Returns:
-        The mean curvature by client and parameter.
+        The mean curvature of every client by parameter.
     """
     # A chunk is filled with samples of as few clients as will do: convolutions with a weight per client are slower.
-    longest = min(samples, max(len(federation.train[client]) for client in states))
+    longest = min(samples, max(len(own) for own in data))
     width = max(1, chunk // longest)
-    clients, found = list(states), {}
-    for start in range(0, len(clients), width):
-        group = clients[start : start + width]
-        stacked = {name: torch.stack([states[c][name].detach() for c in group]) for name in states[group[0]]}
-        chosen = [_choose(federation.train[c], rngs[c], samples) for c in group]
+    found: list[State] = []
+    for start in range(0, len(data), width):
+        group = slice(start, start + width)
+        federation, rows = together(data[group])
+        stacked = {n: torch.stack([state[n].detach() for state in states[group]]) for n in states[start]}
+        chosen = [_choose(federation.train[row], rng, samples) for row, rng in zip(rows, rngs[group], strict=True)]
         index = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
         sizes = torch.tensor([len(part) for part in chosen], device=index.device)
         counts = (torch.arange(index.shape[1], device=index.device) < sizes[:, None]).to(dtype)
         total = {name: torch.zeros_like(stacked[name]) for name in diagonal.names}
         for _ in range(draws):
-            noise = _noise(diagonal, stacked, [rngs[c] for c in group], sizes, dtype)
-            step = max(1, chunk // len(group))
+            noise = _noise(diagonal, stacked, rngs[group], sizes, dtype)
+            step = max(1, chunk // len(rows))
             for first in range(0, index.shape[1], step):
                 part = slice(first, first + step)
-                x, y = federation.gather(group, index[:, part], dtype)
+                x, y = federation.gather(rows, index[:, part], dtype)
                 own = noise[:, part] if diagonal.kind == "ggn" and noise is not None else noise
                 with torch.autocast(x.device.type, enabled=False):  # squares of gradients need the nets' own precision
                     added = diagonal(stacked, x, y, counts[:, part], own)
                 for name, value in added.items():
                     total[name].add_(value)
-        for k, client in enumerate(group):
-            found[client] = {name: value[k] / (draws * len(chosen[k])) for name, value in total.items()}
+        found += [{n: v[k] / (draws * len(part)) for n, v in total.items()} for k, part in enumerate(chosen)]
     return found
 
 

@@ -7,21 +7,18 @@ any normalisation have none: they are measured by a pass over samples, which onl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fl_lightning.errors import FederationError
+from fl_lightning.model import NamedModel
 from fl_lightning.nets.norms import RECURRENT, norm_layers
 from fl_lightning.wire import State
-
-if TYPE_CHECKING:
-    from fl_lightning.federation import Federation
-    from fl_lightning.module import FederatedModule
 
 #: Statistics of a channel: mean and standard deviation of what comes in, then the shift and scale that are applied.
 STATISTICS = ("mu", "sigma", "beta", "gamma")
@@ -63,20 +60,18 @@ def without_running(net: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def measured_statistics(
-    module: FederatedModule,
+    method: NamedModel,
     state: State,
-    federation: Federation,
-    index: Tensor,
+    batches: Iterable[Tensor],
     layers: Sequence[str],
     of: Literal["input", "output"] = "input",
 ) -> LayerStatistics:
     """Mean and standard deviation per channel of layers' inputs or outputs, by one pass over samples in eval mode.
 
     Args:
-        module: the method, for its net.
+        method: the method, for its net.
         state: the model, at least all entries of the net.
-        federation: the data.
-        index: numbers of the samples, shape (n,).
+        batches: the samples' normalised inputs, each of shape (n, ...).
         layers: names of the layers.
         of: whether what comes into the layers is measured or what comes out of them.
 
@@ -84,14 +79,14 @@ def measured_statistics(
         ``mu`` and ``sigma`` by layer, float64, shape (channels,).
     """
     sums: dict[str, Tensor] = {}
-    with _watched(module.functional.skeleton, layers, of, sums):
-        for part in torch.split(index, SAMPLES):
-            module.call(state, federation.features(federation.inputs[part], module.compute_dtype), training=False)
+    with _watched(method.functional.skeleton, layers, of, sums):
+        for x in batches:
+            method.call(state, x, training=False)
     found: LayerStatistics = {}
     for name in layers:
         if name not in sums:
             raise FederationError(
-                f"Features of {name} cannot be measured: {type(module.net).__name__} does not call it."
+                f"Features of {name} cannot be measured: {type(method.net).__name__} does not call it."
             )
         count, total, squares = sums[name]
         mean = total / count
@@ -105,7 +100,7 @@ def _watched(net: nn.Module, layers: Sequence[str], of: str, sums: dict[str, Ten
 
     def note(name: str, layer: nn.Module, value: Any) -> None:
         rows = _by_channel(layer, _values(value).double())
-        added = torch.stack([torch.full_like(rows[0], len(rows)), rows.sum(0), (rows**2).sum(0)])
+        added = torch.stack([rows.new_full(rows.shape[1:], len(rows)), rows.sum(0), (rows**2).sum(0)])
         sums[name] = sums[name] + added if name in sums else added
 
     hooks = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,20 +12,23 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.client import DiskSnapshotStore
-from fl_lightning.engine import Batch, Gradient, Phase, Update
+from fl_lightning.checks import one_of
+from fl_lightning.engine import Batch, Gradient, Phase, Plan, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
-from fl_lightning.methods.adaptation import Fitting, fit_entries
-from fl_lightning.methods.memo import ClientMemo
+from fl_lightning.methods.lib.adaptation import fit_entries, fitting
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.factorized import FactorizedLayer, factorize, factorized_layers
-from fl_lightning.wire import State, Weighting
+from fl_lightning.parties import SANITY_CHECK, LocalData, Me, Reply
+from fl_lightning.snapshots import DiskSnapshotStore
+from fl_lightning.wire import Message, State, Weighting, prefixed, without
 
 Dictionary = Literal["current", "cached"]
 #: Prefix of what a client keeps of the last message it received.
 RECEIVED = "received."
+#: Purpose of what clients that never trained work out.
+ADAPTED = "adapted"
 
 
 class FactorizedModule(FederatedModule, ABC):
@@ -61,12 +65,13 @@ class FactorizedModule(FederatedModule, ABC):
     ) -> None:
         super().__init__(net, weighting=weighting, **kwargs)
         self.never_sampled = never_sampled
-        self.dictionary = choice("dictionary", dictionary, ("current", "cached"))
+        self.dictionary = one_of("dictionary", dictionary, ("current", "cached"))
         if adapt_epochs < 1:
             raise FederationError(f"adapt_epochs must be 1 or more, not {adapt_epochs}.")
         self.adapt_epochs = adapt_epochs
         self.factors: dict[str, int] = {}
-        self._fitted = ClientMemo[State]()
+        #: How many factors have been trained; those that were added since count for nobody yet.
+        self.known: dict[str, int] = {}
 
     def factorise(self, factors: Mapping[str, int] | None, effective: Mapping[str, float]) -> None:
         """Factorise the named layers of the net, beside those that are factorised already.
@@ -84,11 +89,11 @@ class FactorizedModule(FederatedModule, ABC):
                 "pass for example factors={'fc1': 120}."
             )
 
-    # ---- what a method says -----------------------------------------------------------------------------------
+    # client: what a method says
 
     @abstractmethod
-    def initial(self, layer: str) -> State:
-        """Own entries of a layer that every client starts with, by kind, each of shape (F,)."""
+    def initial(self, layer: str, number: int) -> State:
+        """Own entries of a layer of so many factors that every client starts with, by kind, each of shape (F,)."""
 
     @abstractmethod
     def training_masks(self, state: State, noise: State) -> State:
@@ -106,11 +111,19 @@ class FactorizedModule(FederatedModule, ABC):
     def own_step(self, name: str, value: Tensor, gradient: Tensor) -> Tensor:
         """An own entry after one SGD step."""
 
-    def unfitted_masks(self) -> State:
-        """Masks for clients that never trained and are not adapted; by default every factor is used."""
+    def unfitted_masks(self, counts: Mapping[str, int]) -> State:
+        """Masks for clients that never trained and are not adapted. Default: every factor is used."""
+        return {f"{layer}.mask": torch.ones_like(self.layers[layer].r[:1]).expand(n) for layer, n in counts.items()}
+
+    def noise(self, rng: np.random.Generator, steps: int, counts: Mapping[str, int]) -> State:
+        """Noise of some steps of an epoch for layers of so many factors. Default: none."""
         return {}
 
-    # ---- names ------------------------------------------------------------------------------------------------
+    def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
+        """The noise of the selection."""
+        return self.noise(rng, steps, self.factors)
+
+    # client: names
 
     @property
     def layers(self) -> dict[str, FactorizedLayer]:
@@ -122,6 +135,14 @@ class FactorizedModule(FederatedModule, ABC):
         """Names of a client's own entries, ``layer.kind``."""
         return tuple(f"{layer}.{kind}" for layer in self.factors for kind in self.kinds)
 
+    def own_start(self, counts: Mapping[str, int]) -> State:
+        """The own entries that every client starts with."""
+        return {f"{m}.{kind}": value for m, n in counts.items() for kind, value in self.initial(m, n).items()}
+
+    def counts(self, received: State) -> dict[str, int]:
+        """Numbers of factors by layer in a dictionary that was received."""
+        return {layer: len(received[f"{layer}.r"]) for layer in self.factors}
+
     def own(self, private: State, layer: str) -> State:
         """A layer's own entries by kind, out of a client's private ones."""
         return {kind: private[f"{layer}.{kind}"] for kind in self.kinds}
@@ -130,13 +151,12 @@ class FactorizedModule(FederatedModule, ABC):
         """Masks stay with the client."""
         return name.endswith(".mask") and name.removesuffix(".mask") in self.factors
 
-    # ---- local training ---------------------------------------------------------------------------------------
+    # client: local training
 
-    def begin(self, client: int, message: State) -> State:
+    def enter(self, received: State, me: Me) -> State:
         """The received dictionary and the client's own entries; for factors it never saw, the initial ones."""
-        state = super().begin(client, message)
-        state = {name: value for name, value in state.items() if not name.startswith(RECEIVED)}
-        for name, value in self.private_start().items():
+        state = super().enter(received, replace(me, private=without(RECEIVED, me.private)))
+        for name, value in self.own_start(self.counts(received)).items():
             state[name] = widened(state[name], value) if name in state else value
         return state
 
@@ -159,56 +179,95 @@ class FactorizedModule(FederatedModule, ABC):
         steps = {name: self.own_step(name, state[name], grads.pop(name)) for name in phase.trainable if name in own}
         return Update(loss, grads, {**buffers, **steps})
 
-    def finish(self, client: int, state: State, message: State) -> tuple[State, State]:
+    def leave(self, state: State, received: State, me: Me) -> Reply:
         """The dictionary goes up; own entries stay, with the received dictionary if it is to be used offline."""
-        up, kept = super().finish(client, state, message)
-        kept = {name: value for name, value in kept.items() if not self.is_private(name)}
+        up, keep = super().leave(state, received, me)
+        kept = {name: value for name, value in (keep or {}).items() if not self.is_private(name)}
         kept |= {name: state[name] for name in self.own_names}
-        if self.dictionary == "cached":
-            kept |= {RECEIVED + name: value for name, value in message.items()}
-        return up, kept
+        return Reply(up, kept | (prefixed(RECEIVED, received) if self.dictionary == "cached" else {}))
 
-    # ---- personal models --------------------------------------------------------------------------------------
+    # client: personal models
 
-    def personal_state(self, client: int) -> State:
-        """The dictionary under the client's own selection."""
-        if client in self.snapshots:
-            return self.personalise(self.snapshots[client].private, client)
-        if not self._adapts:
-            return {**self.server_state(), **self.unfitted_masks()}
-        if self._trainer is None:
+    def settle(self, received: Sequence[State], mes: Sequence[Me]) -> Sequence[State]:
+        """Clients that never trained fit their own entries, all together; kept until the dictionary changes."""
+        new = [i for i, me in enumerate(mes) if not self.selects(me) and me.stage != SANITY_CHECK]
+        if self.never_sampled != "adapt" or not new:
+            return super().settle(received, mes)
+        todo = [i for i in new if mes[i].memory.get(ADAPTED, received[i]) is None]
+        if any(mes[i].data is None for i in todo):
+            client = mes[todo[0]].client
             raise FederationError(f"Client {client} never trained: fit its selection with adapt(federation, {client}).")
-        self.prepare_evaluation([client])
-        return self.personalise(self._adapted()[client], client)
+        dictionaries, data = [received[i] for i in todo], [mes[i].data for i in todo]
+        fitted = self._fit_own(dictionaries, data, self.adapt_epochs) if todo else []
+        for i, entries in zip(todo, fitted, strict=True):
+            mes[i].memory.put(ADAPTED, received[i], entries)
+        return [(i in new and mes[i].memory.get(ADAPTED, received[i])) or {} for i in range(len(mes))]
+
+    def selects(self, me: Me) -> bool:
+        """Whether a client has own entries."""
+        return self.own_names[0] in me.private
+
+    def personal(self, received: State, me: Me) -> State:
+        """The dictionary under the client's own selection.
+
+        Factors that were added after the client last trained are not used, so it computes what it did.
+        """
+        state, counts = super().personal(received, replace(me, private={})), self.counts(received)
+        for name, value in me.private.items():
+            target = name.removeprefix(RECEIVED)
+            if target in state:
+                state[target] = widened(value, state[target])
+        masks = self.masks(me.private, me.client, counts) if self.selects(me) else self.unfitted_masks(counts)
+        return {**state, **masks}
+
+    def adapt(self, federation: Federation, client: int, epochs: int | None = None) -> State:
+        """Fit a new client's own entries to its training data, with the dictionary frozen; nothing leaves the client.
+
+        Works on a method that :meth:`load_from_checkpoint` returned as on one that has just been trained. Nothing is
+        stored: pass the result to :meth:`personalise` for the client's model, or as
+        ``method.snapshots[number] = ClientSnapshot(private)`` to let the client take part under a number of its own.
+
+        Args:
+            federation: data that holds the client, such as ``datamodule.federation``.
+            client: its number in that data.
+            epochs: passes over its data; None takes ``adapt_epochs``.
+
+        Returns:
+            The client's private entries.
+        """
+        data = LocalData(federation.to(self.device), client)
+        return self._fit_own([self.evaluation_down(client)], [data], self.adapt_epochs if epochs is None else epochs)[0]
 
     def personalise(self, private: State, client: int = 0) -> State:
         """The model of a client with these private entries, such as those that :meth:`adapt` returns.
-
-        Factors that were added after the client last trained are not used, so it computes what it did.
 
         Args:
             private: the client's private entries.
             client: whose stream a sampled selection is drawn from.
         """
-        state = self.server_state()
-        for name, value in private.items():
-            target = name.removeprefix(RECEIVED)
-            if target in state:
-                state[target] = widened(value, state[target])
-        return {**state, **self._masks(private, client)}
+        return self.personal(self.evaluation_down(client), Me(client, client, seed=self.seed, private=private))
 
-    def _masks(self, private: State, client: int) -> State:
-        """The masks that own entries select."""
+    def _fit_own(self, received: Sequence[State], data: Sequence[LocalData], epochs: int) -> list[State]:
+        counts = self.counts(received[0])
+        with torch.inference_mode(False):  # tensors made in it cannot be trained
+            states = [{**self.at_first(), **message, **self.own_start(counts)} for message in received]
+        plan = fitting(self, self.own_names, epochs)
+        return fit_entries(self, plan if counts == self.factors else _Fewer(plan, counts), data, states)
+
+    def masks(self, private: State, client: int, counts: Mapping[str, int]) -> State:
+        """The masks that own entries select, 0 for factors that they do not know."""
         masks: State = {}
-        for layer, module in self.layers.items():
+        for layer, number in counts.items():
             rng = seeding.stream(self.seed, f"evaluation.{layer}", client=client)
             mask = self.selection(self.own(private, layer), rng)
-            masks[f"{layer}.mask"] = widened(mask, torch.zeros_like(module.mask))
+            masks[f"{layer}.mask"] = widened(mask, torch.zeros_like(self.layers[layer].mask[:1]).expand(number))
         return masks
+
+    # adversary
 
     def private_start(self) -> State:
         """The own entries."""
-        return {f"{m}.{kind}": value for m in self.factors for kind, value in self.initial(m).items()}
+        return self.own_start(self.factors)
 
     def assumptions(self) -> dict[str, State]:
         """Every factor is used."""
@@ -217,7 +276,7 @@ class FactorizedModule(FederatedModule, ABC):
     def assume(self, state: State, private: State) -> State:
         """The dictionary of ``state`` under these masks or own entries."""
         known = set(self.own_names) <= private.keys()
-        return super().assume(state, private) | (self._masks(private, 0) if known else {})
+        return super().assume(state, private) | (self.masks(private, 0, self.factors) if known else {})
 
     def betrayed(self, received: State, message: State) -> State:
         """The masks, read off the factors: those that a client uses move, those that it does not use stay.
@@ -236,58 +295,51 @@ class FactorizedModule(FederatedModule, ABC):
             masks[f"{layer}.mask"] = (moved / usual).clamp(max=1.0) if usual > 0 else torch.ones_like(moved)
         return masks
 
-    def prepare_evaluation(self, clients: Sequence[int]) -> None:
-        """Adapt those of the clients that never trained, all together; kept until the dictionary changes."""
-        if not self._adapts:
-            return
-        adapted = self._adapted()
-        missing = [client for client in clients if client not in self.snapshots and client not in adapted]
-        if missing:
-            adapted.update(self._fit_own(self.federation, missing, self.adapt_epochs))
+    # server
 
-    def adapt(self, federation: Federation, client: int, epochs: int | None = None) -> State:
-        """Fit a new client's own entries to its training data, with the dictionary frozen; nothing leaves the client.
+    def evaluation_down(self, client: int) -> State:
+        """The dictionary; factors that were added since it was last trained change nobody's model."""
+        state = super().evaluation_down(client)
+        if self.known != self.factors:
+            for layer, number in self.known.items():
+                left, right, strength = (f"{layer}.{part}" for part in ("wa", "wb", "r"))
+                state |= {
+                    left: state[left][:, :number],
+                    right: state[right][:number],
+                    strength: state[strength][:number],
+                }
+        return state
 
-        Works on a method that :meth:`load_from_checkpoint` returned as on one that has just been trained. Nothing is
-        stored: pass the result to :meth:`personalise` for the client's model, or as
-        ``method.snapshots[number] = ClientSnapshot(private)`` to let the client take part under a number of its own.
+    def message_down(self, client: int) -> State:
+        """The whole dictionary."""
+        state = self.server_state()
+        return {name: state[name] for name in self.shared_names if not self.resets(name)}
 
-        Args:
-            federation: data that holds the client, such as ``datamodule.federation``.
-            client: its number in that data.
-            epochs: passes over its data; None takes ``adapt_epochs``.
+    def aggregate(self, messages: list[Message]) -> State:
+        """The mean dictionary, of which all factors have been trained now."""
+        self.known = dict(self.factors)
+        return super().aggregate(messages)
 
-        Returns:
-            The client's private entries.
-        """
-        federation = federation.to(self.device)
-        return self._fit_own(federation, [client], self.adapt_epochs if epochs is None else epochs)[client]
+    def server_extras(self) -> dict[str, Any]:
+        """How many factors have been trained."""
+        return {"known": dict(self.known)}
 
-    @property
-    def _adapts(self) -> bool:
-        """Whether clients that never trained are adapted; a sanity check before the first round is no reason to."""
-        return self.never_sampled == "adapt" and not (self._trainer is not None and self._trainer.sanity_checking)
+    def load_server_extras(self, extras: dict[str, Any]) -> None:
+        """Bring it back."""
+        self.known = dict(extras.get("known", self.factors))
 
-    def _adapted(self) -> dict[int, State]:
-        """What was fitted for clients that never trained, on the present dictionary and data."""
-        return self._fitted.of(self.federation, self.net)
-
-    def _fit_own(self, federation: Federation, clients: Sequence[int], epochs: int) -> dict[int, State]:
-        with torch.inference_mode(False):  # tensors made in it cannot be trained
-            state = {**self.server_state(), **self.private_start()}
-        return fit_entries(Fitting(self, self.own_names, epochs), federation, clients, state)
-
-    # ---- growth -----------------------------------------------------------------------------------------------
+    # growth
 
     def grow(self, extra: int | Mapping[str, int]) -> None:
         """Append factors to the dictionary, for clients to come; call it between two runs.
 
-        Clients that have trained compute what they did until they train again; then they may select new factors too.
+        All clients compute what they did until the dictionary is trained again; then those that train, and those that
+        never did, may select new factors too.
 
         Args:
             extra: how many, for every factorised layer or by layer.
         """
-        if self._trainer is not None and self._trainer.training:
+        if self.is_fitting:
             raise FederationError("The dictionary cannot grow within a run: grow it before fit.")
         if isinstance(self.snapshots, DiskSnapshotStore):
             raise FederationError("A store on disk has rows of one size, which cannot grow: leave store out.")
@@ -300,12 +352,31 @@ class FactorizedModule(FederatedModule, ABC):
         for layer, amount in amounts.items():
             rng = seeding.stream(self.seed, f"factors.{layer}", round=self.factors[layer])
             self.layers[layer].grow(amount, _generator(rng))
+        known = dict(self.known)
         self._note_factors()
+        self.known = known
 
     def _note_factors(self) -> None:
         """Keep count, also for ``load_from_checkpoint``."""
         self.factors = {name: layer.factors for name, layer in self.layers.items()}
+        self.known = dict(self.factors)
         self.hparams["factors"] = dict(self.factors)
+
+
+class _Fewer(Plan):
+    """A plan for a dictionary of fewer factors than the method has, in this process only."""
+
+    for_worker = None  # type: ignore[assignment]
+
+    def __init__(self, plan: Plan, counts: Mapping[str, int]) -> None:
+        vars(self).update(vars(plan))
+        self.counts = counts
+
+    def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
+        """The noise for so many factors."""
+        method: Any = self.method
+        found: State = method.noise(rng, steps, self.counts)
+        return found
 
 
 def widened(value: Tensor, target: Tensor) -> Tensor:
@@ -315,13 +386,6 @@ def widened(value: Tensor, target: Tensor) -> Tensor:
     whole = target.clone()
     whole[tuple(slice(size) for size in value.shape)] = value.to(target)
     return whole
-
-
-def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
-    """The value of an option that must be one of a few words."""
-    if value not in allowed:
-        raise FederationError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.")
-    return value
 
 
 def _generator(rng: np.random.Generator) -> torch.Generator:

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.client import moved
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State, weighted_mean
+from fl_lightning.snapshots import moved
+from fl_lightning.wire import Message, State
 
 #: Prefix under which the memory holds what the server of each federation has, stacked, shape (agents, ...).
 EACH = "each."
@@ -69,7 +69,7 @@ class AgentsOfInterest(FederatedModule, ABC):
         if self.everyone and self.server_optimizer is not None:
             raise FederationError("agent_of_interest=all has a server for every agent: leave server_optimizer out.")
 
-    # ---- what a method says ---------------------------------------------------------------------------------
+    # server: what a method says
 
     @abstractmethod
     def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:
@@ -82,13 +82,13 @@ class AgentsOfInterest(FederatedModule, ABC):
 
     def may_count(self, round: int) -> Tensor:
         """Which clients may have a weight in this or a later round, shape (agents of interest, clients); all."""
-        return torch.ones(len(self.agents), self.federation.num_clients, dtype=torch.bool)
+        return torch.ones(len(self.agents), self.clients_known, dtype=torch.bool)
 
     def combine(self, messages: Sequence[Message], weights: Sequence[float], before: State) -> State:
         """What the server of one federation holds after a round, of what it held ``before``: the mean model."""
-        return weighted_mean(messages, weights, self.shared_names)
+        return self.mean(messages, weights, self.shared_names)
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------
+    # server: checkpoints
 
     def server_extras(self) -> dict[str, Any]:
         """What the servers keep."""
@@ -111,31 +111,36 @@ class AgentsOfInterest(FederatedModule, ABC):
 
     def _check_models(self) -> None:
         """Refuse data with other clients than those whose models are held; a checkpoint has been read by now."""
-        clients = self.federation.num_clients
+        clients = len(self.roster)
         if self._apart and self._models != clients:
             raise FederationError(
                 f"agent_of_interest=all has a model for each of {self._models} clients, but the data has {clients}: "
                 "use the data that it was trained on."
             )
 
-    # ---- numbers --------------------------------------------------------------------------------------------
+    # server: numbers
 
     @property
     def agents(self) -> list[int]:
         """The agents of interest, one for each federation."""
         if isinstance(self.agent_of_interest, int):
             return [self.agent_of_interest]
-        return list(range(self.federation.num_clients))
+        return list(range(self.clients_known))
+
+    @property
+    def clients_known(self) -> int:
+        """How many clients there are; of a model that was loaded without data, as many as there are models."""
+        return self._models or len(self.roster)
 
     @property
     def this_round(self) -> int:
         """The present round, from 1."""
-        return int(self.trainer.current_epoch) + 1
+        return self.completed_rounds + 1
 
     def setup(self, stage: str) -> None:
         """Check that the agent is there, and forget the weights of an earlier run."""
         super().setup(stage)
-        clients = self.federation.num_clients
+        clients = self.clients_known
         if not self.everyone and self.agents[0] >= clients:
             raise FederationError(f"agent_of_interest must be one of 0 to {clients - 1} or all, not {self.agents[0]}.")
         if stage == "fit":
@@ -143,7 +148,7 @@ class AgentsOfInterest(FederatedModule, ABC):
 
     def cohort(self, round: int) -> list[int]:
         """Whoever may count, whatever share the DataModule samples, the agent of interest first."""
-        clients = self.federation.num_clients
+        clients = self.clients_known
         if self.everyone and not self._apart:
             return list(range(clients))
         pairs = [(row, agent, client) for row, agent in enumerate(self.agents) for client in range(clients)]
@@ -153,17 +158,17 @@ class AgentsOfInterest(FederatedModule, ABC):
 
     def client_of(self, number: int) -> int:
         """The client that a number of the cohort is."""
-        return number % self.federation.num_clients if self.everyone else number
+        return number % self.clients_known if self.everyone and self.clients_known else number
 
     def _number(self, row: int, client: int) -> int:
         """The number of a client in a federation, once the federations are apart."""
-        return (row + 1) * self.federation.num_clients + client if self.everyone else client
+        return (row + 1) * self.clients_known + client if self.everyone else client
 
     def _row(self, number: int) -> int:
         """The federation that a number belongs to; a plain client's is its own."""
         if not self.everyone:
             return 0
-        return number // self.federation.num_clients - 1 if number >= self.federation.num_clients else number
+        return number // self.clients_known - 1 if number >= self.clients_known else number
 
     @property
     def _apart(self) -> bool:
@@ -179,14 +184,7 @@ class AgentsOfInterest(FederatedModule, ABC):
         """What a federation's own server holds; nothing while it is the same for all."""
         return {name.removeprefix(EACH): v[row] for name, v in self.memory.items() if name.startswith(EACH)}
 
-    def _holder(self, number: int) -> int:
-        """Under which number a client's private entries are: what it kept of the first round serves all federations.
-
-        Until it has been trained in one of them, that is; numbers of the first round are not used again.
-        """
-        return number if number in self.snapshots else self.client_of(number)
-
-    # ---- a round --------------------------------------------------------------------------------------------
+    # server: a round
 
     def message_down(self, client: int) -> State:
         """The model of the number's federation."""
@@ -194,9 +192,14 @@ class AgentsOfInterest(FederatedModule, ABC):
         own = self._server_of(self._row(client))
         return {name: own.get(name, value) for name, value in sent.items()}
 
-    def begin(self, client: int, message: State) -> State:
-        """As the method does, with what the client kept."""
-        return super().begin(self._holder(client), message)
+    def evaluation_down(self, client: int) -> State:
+        """The model of the number's federation."""
+        own = self._server_of(self._row(client))
+        return {name: own.get(name, value) for name, value in super().evaluation_down(client).items()}
+
+    def evaluated_as(self, client: int) -> int:
+        """With ``all`` the client's training of its own model."""
+        return self._number(client, client) if self.everyone and self._apart else client
 
     def aggregate(self, messages: list[Message]) -> State:
         """Weigh the clients of every federation and combine their models."""
@@ -224,7 +227,7 @@ class AgentsOfInterest(FederatedModule, ABC):
 
     def _measure(self, agent: int, messages: list[Message], before: State) -> tuple[Tensor, Tensor]:
         """Distance of every client's update from the agent's, NaN if there is none, and the length of the latter."""
-        squares = torch.full((self.federation.num_clients,), torch.nan, dtype=torch.float64)
+        squares = torch.full((self.clients_known,), torch.nan, dtype=torch.float64)
         sent = {message.client: message.tensors for message in messages}
         if agent not in sent:
             return squares, torch.tensor(torch.nan, dtype=torch.float64)
@@ -246,18 +249,7 @@ class AgentsOfInterest(FederatedModule, ABC):
         earlier = [self.memory[name]] if name in self.memory else []
         self.memory[name] = torch.cat([*earlier, values[None].to(self.device)])
 
-    # ---- what is known afterwards ---------------------------------------------------------------------------
-
-    def personal_state(self, client: int) -> State:
-        """With ``all`` the client's own model, else the one of the agent of interest for everybody."""
-        own = self._server_of(client) if self.everyone else {}
-        number = (client + 1) * self._models + client if own else client
-        kept = self.snapshots[number if number in self.snapshots else client].private
-        return {name: kept.get(name, own.get(name, value)) for name, value in self.server_state().items()}
-
-    def model_key(self, client: int) -> int:
-        """With ``all`` every client has a model of its own."""
-        return client if self.private_names or (self.everyone and self._apart) else -1
+    # server: what is known afterwards
 
     def weight_history(self) -> Tensor:
         """The weights used in every round so far, shape (rounds, agents of interest, clients)."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import distributions as dist
-from fl_lightning.methods.fusion_vae import (
+from fl_lightning.methods.lib.fusion_vae import (
     LATENT,
     FusionVAE,
     Noise,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,11 @@ from fl_lightning.engine import entries
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
-from fl_lightning.wire import Message, State, message_weights, weighted_mean
+from fl_lightning.parties import EVALUATION, Me
+from fl_lightning.wire import Message, State, prefixed, under
+
+#: The entry by which a client tells the cluster that it chose.
+CHOICE = "cluster"
 
 
 class ClusteredModule(FederatedModule, ABC):
@@ -40,9 +44,7 @@ class ClusteredModule(FederatedModule, ABC):
 
     def assignment(self) -> list[int]:
         """The cluster of every client."""
-        clients = range(self.federation.num_clients)
-        self.prepare_evaluation(clients)
-        return [self.cluster_of(client) for client in clients]
+        return [self.cluster_of(client) for client in range(len(self.roster))]
 
 
 class ClusterModels(ClusteredModule):
@@ -72,6 +74,8 @@ class ClusterModels(ClusteredModule):
         made = (redrawn(self.net, rng) if independent else copy.deepcopy(self.net) for rng in streams)
         self.others = nn.ModuleList(made)
 
+    # server
+
     @property
     def server(self) -> nn.Module:
         """The models of all clusters."""
@@ -91,9 +95,14 @@ class ClusterModels(ClusteredModule):
         return self.cluster_of(message.client)
 
     def message_down(self, client: int) -> State:
-        """The model of the client's cluster."""
+        """The model of the cluster that the client is to train."""
         state = self.model_state(self.cluster_sent(client))
-        return {name: state[name] for name in self.shared_names if self._sends(name)}
+        return {name: state[name] for name in self.shared_names if not self.resets(name)}
+
+    def evaluation_down(self, client: int) -> State:
+        """The model of the client's cluster."""
+        state = self.model_state(self.cluster_of(client))
+        return {name: state[name] for name in self.shared_names}
 
     def aggregate(self, messages: list[Message]) -> State:
         """The mean of every cluster from which something came."""
@@ -106,17 +115,8 @@ class ClusterModels(ClusteredModule):
         """The weighted mean of each cluster's messages, as entries of :attr:`server`."""
         target: State = {}
         for cluster, own in sorted(members.items()):
-            mean = weighted_mean(own, message_weights(own, self.weighting), self.shared_names)
-            target |= {f"{cluster}.{name}": value for name, value in mean.items()}
+            target |= prefixed(f"{cluster}.", self.mean(own, names=self.shared_names))
         return target
-
-    def personal_state(self, client: int) -> State:
-        """The model of the client's cluster."""
-        return {**self.model_state(self.cluster_of(client)), **self.snapshots[client].private}
-
-    def model_key(self, client: int) -> int:
-        """Clients of a cluster share its model."""
-        return client if self.private_names else self.cluster_of(client)
 
     def global_models(self) -> Sequence[tuple[float, State]]:
         """The model of every cluster that has clients, all of the same weight."""
@@ -124,6 +124,65 @@ class ClusterModels(ClusteredModule):
             return []
         used = sorted(set(self.assignment()))
         return [(1 / len(used), self.model_state(cluster)) for cluster in used]
+
+
+class ChosenClusters(ClusterModels):
+    """Clusters that clients choose for themselves, out of all models, unless the server knows theirs.
+
+    A client that chooses receives every model, and tells which one it chose when it is asked.
+    """
+
+    # client
+
+    @abstractmethod
+    def choose(self, received: State, me: Me) -> int:
+        """The cluster that fits the client, out of all models."""
+
+    def chooses(self, received: State) -> bool:
+        """Whether a message holds all models for the client to choose from."""
+        return all(f"0.{name}" in received for name in self.shared_names)
+
+    def personal(self, received: State, me: Me) -> State:
+        """The model of the client's cluster, as it was received or chosen."""
+        chosen = under(f"{self.choose(received, me)}.", received) if self.chooses(received) else received
+        return super().personal(chosen, me)
+
+    def tell(self, received: State, me: Me) -> State:
+        """The cluster that was chosen."""
+        return {CHOICE: torch.tensor(self.choose(received, me))} if self.chooses(received) else {}
+
+    # server
+
+    @abstractmethod
+    def knows(self, client: int) -> int | None:
+        """The cluster of a client; None if the client has to be asked."""
+
+    def evaluation_down(self, client: int) -> State:
+        """The model of the client's cluster, or all models to choose from."""
+        return self.all_models() if self.knows(client) is None else super().evaluation_down(client)
+
+    def all_models(self) -> State:
+        """All models, with the running statistics that a choice needs."""
+        found: State = {}
+        for q in range(self.clusters):
+            found |= prefixed(f"{q}.", self.model_state(q), self.shared_names)
+        return found
+
+    def cluster_of(self, client: int) -> int:
+        """The cluster that the server knows of, or that the client would choose now."""
+        return self.ask([client])[client]
+
+    def assignment(self) -> list[int]:
+        """The cluster of every client."""
+        found = self.ask(range(len(self.roster)))
+        return [found[client] for client in range(len(self.roster))]
+
+    def ask(self, clients: Iterable[int]) -> dict[int, int]:
+        """The clusters of several clients."""
+        known = {client: self.knows(client) for client in clients}
+        unknown = {client: self.evaluation_down(client) for client, cluster in known.items() if cluster is None}
+        told = self.exchange.tell(self.setting(EVALUATION), unknown) if unknown else {}
+        return {client: int(told[client][CHOICE]) if q is None else q for client, q in known.items()}
 
 
 def balanced(rng: np.random.Generator, clients: int, clusters: int) -> list[int]:

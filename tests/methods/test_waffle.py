@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning import seeding
-from fl_lightning.client import ClientSnapshot
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.distributions import prior_mean
 from fl_lightning.engine import Batch
 from fl_lightning.engine.gradient import eager_gradient
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, WAFFLe, WAFFLeL1
-from fl_lightning.methods.factorized import FactorizedModule
+from fl_lightning.methods.lib.factorized import FactorizedModule
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import MLP, CNNFashion, FactorizedLinear, FedNet, LeNet5, LeNetBN, factorize
+from fl_lightning.snapshots import ClientSnapshot
 from fl_lightning.wire import State
 from tests.support import CLASSES, FEATURES, RAGGED, blobs, fit, largest_difference, mlp, trainer, weights
 
@@ -135,7 +135,7 @@ def test_a_round_equals_the_formulas(engine: str, schedule: str) -> None:
 
 def test_all_clients_start_at_the_prior() -> None:
     method = waffle(net=MLP(), factors={"fc1": 120})
-    initial = method.initial("fc1")
+    initial = method.initial("fc1", 120)
     mean = torch.tensor([(96 / 97) ** k for k in range(1, 121)])
     torch.testing.assert_close(initial["logits"].sigmoid(), mean.clamp(0.05, 0.95))
     torch.testing.assert_close(F.softplus(initial["c"]) + 1e-3, torch.full((120,), 96.0))
@@ -170,7 +170,8 @@ def test_local_sgd_is_given_the_gradients_of_the_weights_alone() -> None:
     (phase,) = method.phases()
     noise = {name: value[0] for name, value in method.draw_noise(np.random.default_rng(0), 1).items()}
     batch = Batch(torch.randn(8, FEATURES), torch.arange(8) % CLASSES, noise, {"samples": torch.tensor(30.0)})
-    update = method.descend(method.begin(0, method.message_down(0)), batch, phase, eager_gradient)
+    begun = method.enter(method.message_down(0), method.simulation.me(0, method.setting()))
+    update = method.descend(begun, batch, phase, eager_gradient)
     assert set(update.grads) == set(method.trainable_names)
     assert set(update.replace) == OWN
 
@@ -358,7 +359,7 @@ def test_never_sampled_clients_adapt_to_their_training_data() -> None:
     assert method.never_sampled == "adapt"
     state = method.personal_state(3)
     assert torch.equal(state["fc1.wa"], method.net.fc1.wa)
-    prior = {**state, "fc1.mask": method.initial("fc1")["logits"].sigmoid()}
+    prior = {**state, "fc1.mask": method.initial("fc1", FACTORS)["logits"].sigmoid()}
     assert training_loss(method, state, data, 3) < 0.9 * training_loss(method, prior, data, 3)
     torch.testing.assert_close(state, method.personalise(method.adapt(data.federation, 3)))
     assert largest_difference(before, weights(method)) == 0.0
@@ -500,6 +501,42 @@ def test_growing_changes_no_existing_client(kind: type[FactorizedModule], dictio
     torch.testing.assert_close(outputs(loaded, 0, data), outputs(method, 0, data), rtol=0, atol=1e-5)
     if isinstance(loaded, WAFFLe):
         assert loaded.alpha == {"fc1": 0.8 * FACTORS}  # the prior of the first factors is as it was
+
+
+@pytest.mark.parametrize(
+    ("kind", "never"),
+    [(WAFFLe, "adapt"), (WAFFLe, "ones"), (WAFFLe, "prior_mean"), (WAFFLeL1, "ones"), (WAFFLeL1, "adapt")],
+    ids=["adapt", "ones", "prior_mean", "l1-ones", "l1-adapt"],
+)
+@pytest.mark.parametrize("dictionary", ["current", "cached"])
+def test_growing_changes_nobody_before_the_next_round(
+    kind: type[FactorizedModule], never: str, dictionary: str, tmp_path: Path
+) -> None:
+    """To the last bit, also clients 2 and 3, which never trained, and also out of a checkpoint."""
+
+    def computed(which: FactorizedModule) -> list[Tensor]:
+        x = data.federation.inputs[data.federation.test.flat]
+        return [which.call(which.personal_state(c), x, training=False)[0].detach() for c in range(4)]
+
+    method, data = waffle(kind, never_sampled=never, dictionary=dictionary), blobs()
+    method.cohort = lambda round: [0, 1]
+    run = fit(method, data, rounds=2, precision="32-true")
+    before, scores = computed(method), run.test(method, datamodule=data, verbose=False)
+    method.grow(3)
+    method.grow({"fc1": 2})
+    assert method.factors == {"fc1": FACTORS + 5}
+    assert run.test(method, datamodule=data, verbose=False) == scores
+    assert all(map(torch.equal, computed(method), before))
+    run.save_checkpoint(tmp_path / "grown.ckpt")
+    loaded = kind.load_from_checkpoint(tmp_path / "grown.ckpt")
+    assert loaded.factors == method.factors
+    assert trainer(precision="32-true").test(loaded, datamodule=data, verbose=False) == scores
+    assert all(map(torch.equal, computed(loaded), before))
+    loaded.cohort = lambda round: [0]  # type: ignore[method-assign]
+    fit(loaded, data, rounds=1, precision="32-true")
+    counts = [len(loaded.personal_state(client)["fc1.r"]) for client in range(4)]
+    assert counts == [FACTORS + 5] * 4  # now new factors may be used
+    assert not torch.equal(computed(loaded)[3], before[3])
 
 
 class Native(FedNet):
