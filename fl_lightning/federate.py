@@ -6,8 +6,8 @@ import copy
 import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import fields
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,15 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from fl_lightning.engine import FunctionalNet
 from fl_lightning.errors import FederationError
 from fl_lightning.lightning_checks import check_optimizer
 from fl_lightning.local_optim import OPTIMIZERS, Group, Groups, LocalOptimizer
 from fl_lightning.methods import FedAvg
 from fl_lightning.module import FederatedModule
-from fl_lightning.nets import LossNet
+from fl_lightning.nets import Asked, LossNet
 from fl_lightning.schedules import Table
-from fl_lightning.wire import State
 
 #: Hooks that change what a training step does; local training calls none of them.
 IN_STEPS = (
@@ -102,18 +100,9 @@ def federate(module: LightningModule, method: type[FederatedModule] = FedAvg, **
     """
     _check(module)
     settings = {} if "lr" in options else local_settings(module)
-    made = method(LightningNet(module), **{"lr": settings.get("lr", 0.0), **options})  # type: ignore[arg-type]
-    made.local = replace(made.local, **settings)
+    made = method(LightningNet(module), **{**settings, **options})  # type: ignore[arg-type]
     check_optimizer(made)
     return made
-
-
-class Asked(NamedTuple):
-    """Samples of a client on which a module is to be evaluated."""
-
-    inputs: Tensor
-    targets: Tensor
-    split: Literal["val", "test"]
 
 
 class LightningNet(LossNet):
@@ -149,7 +138,7 @@ class LightningNet(LossNet):
             )
         return loss
 
-    def logs(self, split: Literal["val", "test"]) -> bool:
+    def logs(self, split: str) -> bool:
         """Whether the module has a step for a split, in which it may log."""
         return split in self._steps
 
@@ -184,27 +173,8 @@ def _number(name: str, value: Any) -> Tensor:
     return number.reshape(()).double()
 
 
-def client_logs(
-    functional: FunctionalNet, state: State, inputs: Tensor, targets: Tensor, split: Literal["val", "test"]
-) -> dict[str, Tensor]:
-    """What a module logs in its validation or test step of all samples of a client; nothing if it has no such step.
-
-    Args:
-        functional: a federated method's net (``method.functional``).
-        state: the model that the client is evaluated with.
-        inputs: its samples, shape (n, ...).
-        targets: their targets, shape (n, ...).
-        split: which step is asked.
-    """
-    net = functional.skeleton
-    if not isinstance(net, LightningNet) or not net.logs(split):
-        return {}
-    found: dict[str, Tensor] = functional(state, Asked(inputs, targets, split), {}, training=False)[0]
-    return found
-
-
 def local_settings(module: LightningModule) -> dict[str, Any]:
-    """How clients train, as ``LocalTraining`` has it, by the optimizer and the scheduler that a module configures."""
+    """How clients train, as options of a method, by the optimizer and the scheduler that a module configures."""
     name = f"{type(module).__name__}.configure_optimizers"
     try:
         found: Any = module.configure_optimizers()
@@ -231,7 +201,7 @@ def local_settings(module: LightningModule) -> dict[str, Any]:
             )
         )
     if scheduler is not None:
-        settings |= {"schedule": _schedule(scheduler, optimizer, every, name), "schedule_by": "epoch"}
+        settings |= {"lr_schedule": _schedule(scheduler, optimizer, every, name), "lr_schedule_by": "epoch"}
     return settings
 
 

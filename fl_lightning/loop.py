@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from fl_lightning.errors import FederationError
+from fl_lightning.exchange import in_round
 from fl_lightning.parties import Returned, Stage
 from fl_lightning.wire import Message, State, is_finite, nbytes
 
@@ -178,7 +179,9 @@ class FederatedLoop:
         absorb = module.aggregate if stage.absorb is None else stage.absorb
         with _interrupts_held():
             if messages:
-                module.server_step(absorb(messages))
+                setting = module.setting()
+                with in_round(module, setting.round, setting.rounds):
+                    module.server_step(absorb(messages))
             server_seconds = time.perf_counter() - began
             module.exchange.commit([message.client for message in messages], round)
             module.bytes_up += tally.up

@@ -16,8 +16,9 @@ from fl_lightning.engine import Job, make_engine
 from fl_lightning.engine.schedule import ClientSchedule
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import mean_loss
-from fl_lightning.federate import client_logs, federate, local_settings
+from fl_lightning.federate import federate, local_settings
 from fl_lightning.methods import FedAvg, FedPer, FedProx
+from fl_lightning.nets import Asked
 from fl_lightning.parties import LocalData
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
 
@@ -217,12 +218,12 @@ def test_optimizers_are_the_users(name: str, engine: str) -> None:
 
 
 def test_schedules_are_noted_as_far_as_they_change() -> None:
-    assert local_settings(User(optimizer=scheduled()))["schedule"].values[:3] == pytest.approx([1.0, 0.1, 0.01])
+    assert local_settings(User(optimizer=scheduled()))["lr_schedule"].values[:3] == pytest.approx([1.0, 0.1, 0.01])
     warm = local_settings(User(optimizer=scheduled(lambda o: LinearLR(o, 0.5, total_iters=2))))
     assert warm["lr"] == 0.1
-    assert warm["schedule"].values == pytest.approx([0.5, 0.75, 1.0])
+    assert warm["lr_schedule"].values == pytest.approx([0.5, 0.75, 1.0])
     cycle = local_settings(User(optimizer=scheduled(lambda o: OneCycleLR(o, 1.0, total_steps=5))))
-    assert len(cycle["schedule"].values) == 6  # torch allows one step more
+    assert len(cycle["lr_schedule"].values) == 6  # torch allows one step more
 
 
 def test_groups_that_are_scheduled_differently_are_refused() -> None:
@@ -257,14 +258,14 @@ def test_what_is_logged_is_known_by_client() -> None:
     federation = blobs().federation
     for client in range(4):
         x, y = (values[federation.test[client]] for values in (federation.inputs, federation.targets))
-        found = client_logs(method.functional, method.server_state(), x, y, "val")
+        found, _ = method.functional(method.server_state(), Asked(x, y, "val"), {}, training=False)
         scores = method.net.module(x).detach()
         assert float(found["mine"]) == pytest.approx(float((scores.argmax(1) == y).double().mean()))
         assert float(found["spread"]) == pytest.approx(float(scores.std()))
         assert set(found) == {"mine", "spread", "one"}
         with pytest.raises(FederationError, match="many is logged with 200 numbers for a client"):
-            client_logs(method.functional, method.server_state(), x, y, "test")
-    assert client_logs(federate(User()).functional, method.server_state(), x, y, "val") == {}
+            method.functional(method.server_state(), Asked(x, y, "test"), {}, training=False)
+    assert not federate(User()).net.logs("val")
 
 
 def test_a_method_that_needs_plain_sgd_refuses_others() -> None:

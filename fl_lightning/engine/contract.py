@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning import local_optim
 from fl_lightning.errors import FederationError
 from fl_lightning.local_optim import SGD, LocalOptimizer
-from fl_lightning.schedules import AnySchedule, Constant, describe, value_at
+from fl_lightning.schedules import AnySchedule, Constant, Counted, describe, value_at
 from fl_lightning.wire import State
 
 ScheduleUnit = Literal["round", "epoch", "step"]
@@ -84,6 +84,9 @@ class LocalTraining:
         """The settings of one round, with its learning rate, of a run of so many rounds."""
         if self.schedule is None:
             return self
+        if rounds < 1 and self.schedule_by != "step" and not isinstance(self.schedule, Counted):
+            name = getattr(self.schedule, "__name__", type(self.schedule).__name__)
+            raise FederationError(f"{name} follows the share of the rounds that are over: set max_epochs.")
         if self.schedule_by == "round":
             return replace(self, lr=self.lr * value_at(self.schedule, round, rounds), schedule=Constant())
         return replace(self, rounds=rounds)

@@ -1,7 +1,7 @@
 """Networks, one file per family; the last fully connected layer is called ``head`` in all of them."""
 
 from fl_lightning.nets.adapters import LoRA, LoRALinear, adapters, freeze, load_weights, lora
-from fl_lightning.nets.base import FedNet, LossNet
+from fl_lightning.nets.base import Asked, FedNet, LossNet
 from fl_lightning.nets.cifar import DenseNet121, MobileNetV2, ResNet18
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
 from fl_lightning.nets.convert import group_count, group_norm, replace_modules
@@ -49,6 +49,7 @@ __all__ = [
     "DLA",
     "MLP",
     "NETS",
+    "Asked",
     "BiLSTM",
     "CNNCifar",
     "CNNFashion",
