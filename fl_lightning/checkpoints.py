@@ -216,18 +216,18 @@ def readable(path: Any, method: str = "method") -> Iterator[None]:
         if isinstance(path, str | os.PathLike) and _is_local_file_protocol(path):  # type: ignore[arg-type]
             check(Path(path))
         yield
-    except FederationError:
-        raise
+    except FederationError as error:
+        if "needs a network: " not in str(error):
+            raise
+        raise FederationError(
+            f"The checkpoint {path} does not say how its net is made, as it is not a FedNet: "
+            f"pass the net again: {method}.load_from_checkpoint(path, net=...)."
+        ) from error
     except FileNotFoundError as error:
         raise FederationError(f"There is no checkpoint {path}.") from error
     except PermissionError as error:
         raise FederationError(f"The checkpoint {path} cannot be read: {error.strerror}.") from error
     except Exception as error:
-        if "required positional argument: 'net'" in str(error):
-            raise FederationError(
-                f"The checkpoint {path} does not say how its net is made, as it is not a FedNet: "
-                f"pass the net again: {method}.load_from_checkpoint(path, net=...)."
-            ) from error
         raise _damaged(path, type(error).__name__) from error
 
 

@@ -30,6 +30,10 @@ class ClientSide(NamedModel):
 
     local: LocalTraining
     engine: Engine
+    #: Why the method needs clients that step by plain SGD; None if any local optimizer will do.
+    plain_sgd: ClassVar[str | None] = None
+    #: Why the method needs targets that are classes; None if any task will do.
+    needs_classes: ClassVar[str | None] = None
     seed: int
 
     # ---- joining ----------------------------------------------------------------------------------------------
@@ -41,9 +45,9 @@ class ClientSide(NamedModel):
     # ---- a round ----------------------------------------------------------------------------------------------
 
     def at_first(self) -> State:
-        """The private entries of the net that every client begins with."""
+        """The private entries of the net that every client begins with, and the frozen ones, which stay as they are."""
         own = entries(self.net)
-        return {name: own[name].detach() for name in self.private_names}
+        return {name: own[name].detach() for name in (*self.frozen_names, *self.private_names)}
 
     def enter(self, received: State, me: Me) -> State:
         """The state a client trains from: the entries it received and its own."""
@@ -77,6 +81,10 @@ class ClientSide(NamedModel):
         """One step on ``client_loss`` with the corrected gradient."""
         grads, loss, buffers = gradient(lambda s: self.client_loss(s, batch), state, phase.trainable)
         return Update(loss, self.correct(state, grads), buffers)
+
+    def rate(self, batch: Batch) -> float | Tensor:
+        """The learning rate of a step, for moves that step by themselves."""
+        return batch.scalars.get("lr", self.local.lr)
 
     def correct(self, state: State, grads: State) -> State:
         """The gradients that the local optimizer gets. Default: as they are."""

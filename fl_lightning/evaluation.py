@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchmetrics import Metric
 
 from fl_lightning.exchange import Scores
 from fl_lightning.federation import Federation, Split
 from fl_lightning.layout import StackLayout, fast_in_stack
-from fl_lightning.metrics import ClientAccuracy, client_summary
+from fl_lightning.metrics import client_summary
+from fl_lightning.metrics.per_client import PerClient
 from fl_lightning.model import NamedModel
 from fl_lightning.parties import EVALUATION, SANITY_CHECK, LocalData, Setting
+from fl_lightning.tasks import Task
 from fl_lightning.wire import State, fast_copy
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ MODELS, STACKED_SAMPLES = 20, 2048
 #: Bytes of normalised inputs that are kept from one evaluation to the next.
 KEPT = 2**27
 
-#: A client's row in the data, its scores by class and its labels.
+#: A client's row in the data, its model's outputs and its targets.
 ClientOutput = tuple[int, Tensor, Tensor]
 
 
@@ -150,43 +154,50 @@ def batch_size(state: State) -> int:
     return SAMPLES_CONVOLVED if any(value.dim() >= 4 for value in state.values()) else SAMPLES
 
 
-def summed(outputs: Iterable[ClientOutput], device: torch.device) -> Scores:
-    """Correct answers and losses of clients out of their models' scores."""
-    rows, scores, targets = zip(*outputs, strict=True)
-    total = torch.tensor([len(target) for target in targets], device=device)
-    logits, target = torch.cat(scores), torch.cat(targets)
-    losses = F.cross_entropy(logits.double(), target, reduction="none")
-    correct = (logits.argmax(1) == target).to(losses)
+def scored(outputs: Iterable[ClientOutput], device: torch.device, task: Task) -> Scores:
+    """Losses and metrics of clients out of their models' outputs, each client whole."""
+    rows, found, targets = zip(*outputs, strict=True)
+    clients, total = torch.tensor(rows, device=device), torch.tensor([len(t) for t in targets], device=device)
+    per_client = PerClient(task.metrics(task.channels(found[0])), len(rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as that a client has no sample of some class
+        per_client.update(range(len(rows)), [task.scores(output) for output in found], targets)
+    metrics = {name: value.to(device) for name, value in per_client.compute().items()}
+    return Scores(clients, _summed_losses(found, targets, total, task), total, metrics)
+
+
+def _summed_losses(outputs: Sequence[Tensor], targets: Sequence[Tensor], total: Tensor, task: Task) -> Tensor:
+    """Summed loss of every client, float64; of classes for all clients at once."""
+    if not task.of_classes:
+        losses = [task.loss(output.double(), target) for output, target in zip(outputs, targets, strict=True)]
+        return torch.stack(losses).double() * total
+    each = F.cross_entropy(torch.cat(list(outputs)).double(), torch.cat(list(targets)), reduction="none")
     owner = torch.repeat_interleave(total)  # of every sample, the place of its client
-    per_client = losses.new_zeros(len(total), 2).index_add_(0, owner, torch.stack([correct, losses], dim=1))
-    return Scores(torch.tensor(rows, device=device), per_client[:, 0], per_client[:, 1], total)
+    return each.new_zeros(len(total)).index_add_(0, owner, each)
 
 
 class Evaluator:
     """Collects what clients score in an evaluation and keeps the last scores of each split.
 
     Attributes:
-        scores: accuracy of every client by split, shape (clients,), NaN where a client was not evaluated.
+        scores: the headline metric of every client by split, shape (clients,), NaN where a client was not evaluated.
     """
 
     def __init__(self) -> None:
         self.scores: dict[str, Tensor] = {}
-        self._metric: ClientAccuracy | None = None
+        self.collected: dict[str, Tensor] = {}
+        self._clients = 0
         self._scorer = Scorer()
 
     def prepare(self, num_clients: int) -> None:
         """Get ready for a federation of so many clients."""
         self._scorer.clear()
-        self._metric = ClientAccuracy(num_clients, sync_on_compute=False)  # every process evaluates all clients
+        self._clients = num_clients
+        self.clear()
 
     def clear(self) -> None:
         """Forget what was collected since the last evaluation began."""
-        self._collected.reset()
-
-    @property
-    def _collected(self) -> ClientAccuracy:
-        assert self._metric is not None, "the evaluator is prepared in setup()"
-        return self._metric
+        self.collected = {}
 
     def update(self, module: FederatedModule, clients: Tensor, split: Split) -> None:
         """Let some clients evaluate.
@@ -198,40 +209,53 @@ class Evaluator:
         """
         messages = {client: module.evaluation_down(client) for client in clients.tolist()}
         found = module.exchange.evaluate(evaluation_setting(module), messages, split)
-        self._collected.to(clients.device).update(*found)
+        rows = found.clients.cpu()
+        for name, values in {**found.metrics, "loss": found.loss / found.total}.items():
+            self.known(name)[rows] = values.detach().cpu().double()
+
+    def known(self, name: str) -> Tensor:
+        """A metric of every client in the evaluation under way, shape (clients,), NaN for clients not yet seen."""
+        empty = torch.full((self._clients,), torch.nan, dtype=torch.float64)
+        return self.collected.setdefault(name, empty)
 
     def accuracies(self) -> Tensor:
         """Accuracy of every client in the evaluation under way, shape (clients,), NaN for clients not yet seen."""
-        found: Tensor = self._collected.compute()["acc"]
-        return found.detach().reshape(-1).clone().cpu()  # torchmetrics leaves no dimension where there is one client
+        return self.known("acc").clone()
 
     def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
         """What to log: mean, spread and worst tenth over clients; the server's models on the global test set."""
-        computed = self._collected.compute()
-        self.scores[split] = self.accuracies()
-        summary = client_summary(computed["acc"])
-        logs = {
-            f"{split}/acc": summary["mean"],
-            f"{split}/acc_std": summary["std"],
-            f"{split}/acc_worst10": summary["worst10"],
-            f"{split}/loss": client_summary(computed["loss"])["mean"],
-        }
+        task, logs = module.task, dict[str, Tensor]()
+        self.scores[split] = self.known(task.headline).clone()
+        metrics = task.metrics(2)
+        for name, values in self.collected.items():
+            if name == "loss":
+                continue
+            better = task.higher_is_better if name == task.headline else _rises(metrics.get(name))
+            summary = client_summary(values, better)
+            logs |= {f"{split}/{name}": summary["mean"], f"{split}/{name}_std": summary["std"]}
+            logs[f"{split}/{name}_worst10"] = summary["worst10"]
+        logs[f"{split}/loss"] = client_summary(self.known("loss"))["mean"]
         federation = module.federation
         untouched = split == "test" or federation.val is None
         models = module.global_models() if federation.global_test is not None and untouched else []
         if models:
-            scores = [share * self._global_accuracy(module, federation, state) for share, state in models]
-            logs[f"{split}/global_acc"] = torch.stack(scores).sum()
+            scores = [(share, self._global(module, federation, state)) for share, state in models]
+            for name in scores[0][1]:
+                logs[f"{split}/global_{name}"] = torch.stack([share * found[name] for share, found in scores]).sum()
         return logs
 
-    def _global_accuracy(self, module: FederatedModule, federation: Federation, state: State) -> Tensor:
+    def _global(self, module: FederatedModule, federation: Federation, state: State) -> dict[str, Tensor]:
+        """The task's metrics of a model on the test set that belongs to nobody."""
         assert federation.global_test is not None
-        index, state = federation.global_test, fast_copy(state)
-        correct = torch.zeros((), dtype=torch.float64, device=federation.device)
+        index, state, task = federation.global_test, fast_copy(state), module.task
         samples, ready = batch_size(state), self._scorer.ready(module, federation, index, ("global",))
+        found: PerClient | None = None
         for part, x in zip(torch.split(index, samples), ready(samples), strict=True):
-            correct += (scores_of(module, state, x).argmax(1) == federation.targets[part]).sum()
-        return correct / len(index)
+            output = scores_of(module, state, x)
+            found = PerClient(task.metrics(task.channels(output)), 1) if found is None else found
+            found.update([0], [task.scores(output)], [federation.targets[part]])
+        assert found is not None
+        return {name: value[0] for name, value in found.compute().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The last scores, for a checkpoint."""
@@ -240,6 +264,11 @@ class Evaluator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back saved scores."""
         self.scores = dict(state)
+
+
+def _rises(metric: Metric | None) -> bool:
+    """Whether more of a metric is better; of one that a net logs, or that does not say, it is taken for granted."""
+    return metric is None or metric.higher_is_better is not False
 
 
 def evaluation_setting(module: FederatedModule) -> Setting:

@@ -12,20 +12,28 @@ from torch import Tensor
 
 from fl_lightning.engine import Engine, Job, LocalMethod
 from fl_lightning.federation import Split
-from fl_lightning.parties import Introduction, Me, Messages, Returned, Setting, together
-from fl_lightning.wire import State
+from fl_lightning.model import NamedModel
+from fl_lightning.parties import OPTIMIZER, Introduction, Me, Messages, Returned, Setting, together
+from fl_lightning.wire import State, prefixed
 
 if TYPE_CHECKING:
     from fl_lightning.contract import ClientSide
 
 
 class Scores(NamedTuple):
-    """What clients scored, one entry for each; samples never leave them."""
+    """What clients scored, one number for each: summed losses, samples, metrics; samples never leave them."""
 
     clients: Tensor
-    correct: Tensor
     loss: Tensor
     total: Tensor
+    metrics: Mapping[str, Tensor]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        """The scores of clients that answered apart."""
+        metrics = {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics}
+        clients, loss, total = (torch.cat(tensors) for tensors in zip(*(part[:3] for part in parts), strict=True))
+        return cls(clients, loss, total, metrics)
 
 
 class Clients(Protocol):
@@ -107,17 +115,37 @@ def train_clients(
         plan: what they train by; None means what the method says.
     """
     federation, rows = together([me.data for me in mes])
-    jobs = [Job(row, method.enter(received[me.number], me)) for row, me in zip(rows, mes, strict=True)]
-    training = method.plan(mes[0]) if plan is None else plan
-    with no_autocast_cache():
-        results = engine.train(training, federation, jobs, mes[0].round, max_steps)
-    method.survey([result.state for result in results], mes)
-    trained = []
-    for me, result in zip(mes, results, strict=True):
-        up, keep = method.leave(result.state, received[me.number], replace(me, steps=result.steps))
-        kept = None if keep is None else {name: value.detach().clone() for name, value in keep.items()}
-        trained.append(Trained(me, up, kept, result.loss, result.steps))
+    with in_round(method, mes[0].round, mes[0].rounds):
+        states = [method.enter(received[me.number], me) for me in mes]
+        jobs = [Job(*own) for own in zip(rows, states, (me.optimizer for me in mes), strict=True)]
+        training = method.plan(mes[0]) if plan is None else plan
+        with no_autocast_cache():
+            results = engine.train(training, federation, jobs, mes[0].round, max_steps)
+        method.survey([result.state for result in results], mes)
+        trained = []
+        for me, result in zip(mes, results, strict=True):
+            up, keep = method.leave(result.state, received[me.number], replace(me, steps=result.steps))
+            whole = None if keep is None else {**keep, **prefixed(OPTIMIZER, result.optimizer)}
+            kept = None if whole is None else {name: value.detach().clone() for name, value in whole.items()}
+            trained.append(Trained(me, up, kept, result.loss, result.steps))
     return trained
+
+
+@contextmanager
+def in_round(method: NamedModel, round: int, rounds: int) -> Iterator[None]:
+    """Let the learning rate be that of a round; either side of a method may ask for it.
+
+    Args:
+        method: the method.
+        round: the round, from 0.
+        rounds: how many rounds the run has, -1 if that is open.
+    """
+    before = method.local
+    method.local = before.in_round(round, rounds)
+    try:
+        yield
+    finally:
+        method.local = before
 
 
 def in_stacks(mes: Sequence[Me], width: int) -> list[Sequence[Me]]:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torchmetrics import Metric
 
 from fl_lightning.errors import FederationError
+from fl_lightning.lightning_checks import check_optimizer
+from fl_lightning.local_optim import OPTIMIZERS, Group, Groups, LocalOptimizer
 from fl_lightning.methods import FedAvg
 from fl_lightning.module import FederatedModule
-from fl_lightning.nets import LossNet
+from fl_lightning.nets import Asked, LossNet
+from fl_lightning.schedules import Table
 
 #: Hooks that change what a training step does; local training calls none of them.
-HOOKS = (
+IN_STEPS = (
     "backward",
     "configure_gradient_clipping",
     "lr_scheduler_step",
@@ -32,21 +41,55 @@ HOOKS = (
     "optimizer_zero_grad",
     "transfer_batch_to_device",
 )
+#: Hooks of a run, its epochs and its checkpoints, which belong to the server; a callback can do what they do.
+OF_THE_RUN = (
+    "configure_callbacks",
+    "configure_model",
+    "on_fit_end",
+    "on_fit_start",
+    "on_load_checkpoint",
+    "on_save_checkpoint",
+    "on_test_batch_end",
+    "on_test_batch_start",
+    "on_test_end",
+    "on_test_epoch_end",
+    "on_test_epoch_start",
+    "on_test_start",
+    "on_train_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_train_start",
+    "on_validation_batch_end",
+    "on_validation_batch_start",
+    "on_validation_end",
+    "on_validation_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_start",
+    "predict_step",
+    "setup",
+    "teardown",
+)
+#: Options of torch's optimizers that change the step and that local optimizers do not have.
+UNKNOWN = ("amsgrad", "dampening", "maximize")
+#: Epochs of which a scheduler's learning rates are noted; the last one stays.
+NOTED_EPOCHS = 10_000
 
 
 def federate(module: LightningModule, method: type[FederatedModule] = FedAvg, **options: Any) -> FederatedModule:
     """Make a federated method of a LightningModule.
 
-    Clients minimise what its ``training_step((inputs, labels), batch_idx)`` returns, with the settings of the SGD that
-    its ``configure_optimizers`` returns. They are evaluated on the scores that its ``forward(inputs)`` returns. What it
-    logs in a step is not logged: a step is one of many clients', which know no Trainer, and for which
-    ``self.current_epoch`` and ``self.global_step`` are always 0.
+    Clients minimise what its ``training_step((inputs, targets), batch_idx)`` returns, with the optimizer, the parameter
+    groups and the scheduler by epochs that its ``configure_optimizers`` returns. They are evaluated on the scores that
+    its ``forward(inputs)`` returns, and on what it logs in ``validation_step`` and ``test_step``, once with all samples
+    of a client. What it logs in a training step is not logged: a step is one of many clients', which know no Trainer,
+    and for which ``self.current_epoch`` and ``self.global_step`` are always 0. An epoch of a scheduler is a pass of a
+    client over its data, counted over all rounds.
 
     Args:
         module: the module; it is copied and stays as it is.
         method: any method of ``fl_lightning.methods``, or one of your own.
-        options: the method's options (``epochs``, ``batch_size``, ``mu``, ...). ``lr``, ``momentum`` and
-            ``weight_decay`` are taken from the module's optimizer unless ``lr`` is given.
+        options: the method's options (``epochs``, ``batch_size``, ``mu``, ...). The optimizer is the module's unless
+            ``lr`` is given, with which the module is not asked.
 
     Returns:
         The method, for ``Trainer(max_epochs=rounds).fit(method, datamodule)``. Its net is the copied module:
@@ -56,8 +99,10 @@ def federate(module: LightningModule, method: type[FederatedModule] = FedAvg, **
         FederationError: if the module does something in training that clients cannot do.
     """
     _check(module)
-    local = {} if "lr" in options else sgd_settings(module)
-    return method(LightningNet(module), **{**local, **options})  # type: ignore[arg-type]
+    settings = {} if "lr" in options else local_settings(module)
+    made = method(LightningNet(module), **{**settings, **options})  # type: ignore[arg-type]
+    check_optimizer(made)
+    return made
 
 
 class LightningNet(LossNet):
@@ -72,13 +117,19 @@ class LightningNet(LossNet):
         self.module = copy.deepcopy(module)
         # Not attached to a Trainer, and called for many clients at once: there is nowhere to log to.
         self.module.log = self.module.log_dict = _nothing  # type: ignore[method-assign]
-        self._numbered = len(inspect.signature(module.training_step).parameters) > 1
+        self._steps = {
+            split: name
+            for split, name in (("val", "validation_step"), ("test", "test_step"))
+            if getattr(type(module), name) is not getattr(LightningModule, name)
+        }
 
-    def forward(self, batch: Tensor | tuple[Tensor, Tensor]) -> Any:
-        """The loss of a pair of inputs and labels, or the scores of inputs alone."""
+    def forward(self, batch: Tensor | tuple[Tensor, Tensor] | Asked) -> Any:
+        """The loss of a pair of inputs and targets, the scores of inputs alone, or what is logged of samples."""
+        if isinstance(batch, Asked):
+            return self._logged(batch)
         if not isinstance(batch, tuple):
             return self.module(batch)
-        result = self.module.training_step(batch, 0) if self._numbered else self.module.training_step(batch)
+        result = self._called("training_step", batch)
         loss = result.get("loss") if isinstance(result, dict) else result
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise FederationError(
@@ -87,9 +138,43 @@ class LightningNet(LossNet):
             )
         return loss
 
+    def logs(self, split: str) -> bool:
+        """Whether the module has a step for a split, in which it may log."""
+        return split in self._steps
 
-def sgd_settings(module: LightningModule) -> dict[str, float]:
-    """Learning rate, momentum and weight decay of the SGD that a module configures."""
+    def _called(self, step: str, batch: tuple[Tensor, Tensor]) -> Any:
+        """A step of the module, which may or may not take the number of its batch."""
+        function = getattr(self.module, step)
+        return function(batch, 0) if len(inspect.signature(function).parameters) > 1 else function(batch)
+
+    def _logged(self, asked: Asked) -> dict[str, Tensor]:
+        """What the module logs of samples in one batch, by name; its metrics begin anew."""
+        found: dict[str, Any] = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            found[name] = value
+
+        def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+            found.update(values)
+
+        self.module.log, self.module.log_dict = log, log_dict  # type: ignore[method-assign,assignment]
+        try:
+            self._called(self._steps[asked.split], (asked.inputs, asked.targets))
+        finally:
+            self.module.log = self.module.log_dict = _nothing  # type: ignore[method-assign]
+        return {name: _number(name, value) for name, value in found.items()}
+
+
+def _number(name: str, value: Any) -> Tensor:
+    """A logged value as a tensor of one number."""
+    number = torch.as_tensor(value.compute() if isinstance(value, Metric) else value).detach()
+    if number.numel() != 1:
+        raise FederationError(f"{name} is logged with {number.numel()} numbers for a client: log one.")
+    return number.reshape(()).double()
+
+
+def local_settings(module: LightningModule) -> dict[str, Any]:
+    """How clients train, as options of a method, by the optimizer and the scheduler that a module configures."""
     name = f"{type(module).__name__}.configure_optimizers"
     try:
         found: Any = module.configure_optimizers()
@@ -97,31 +182,74 @@ def sgd_settings(module: LightningModule) -> dict[str, float]:
         raise FederationError(
             f"{name} cannot be called without a Trainer ({error}): pass lr=... to federate instead."
         ) from error
-    optimizer = _only(found, name)
-    if type(optimizer) is not SGD:
-        raise FederationError(
-            f"{name} returns {type(optimizer).__name__}, but clients train with SGD: return torch.optim.SGD, or pass "
-            "lr=... to federate."
-        )
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    settings = groups[0]
-    if any(group != settings for group in groups):
-        raise FederationError(f"{name} gives its parameters different settings, but clients have one learning rate.")
-    for option in ("nesterov", "dampening", "maximize"):
-        if settings.get(option):
-            raise FederationError(
-                f"{name} sets {option}={settings[option]}, which local SGD does not have: leave it out."
-            )
+    optimizer, scheduler, every = _only(found, name)
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(id(parameter) not in stepped for parameter in module.parameters() if parameter.requires_grad):
         raise FederationError(
             f"{name} leaves parameters out: freeze them with requires_grad_(False), or clients would train them too."
         )
-    return {option: float(settings[option]) for option in ("lr", "momentum", "weight_decay")}
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    rules = [_rule(optimizer, group, name) for group in optimizer.param_groups]
+    settings: dict[str, Any] = {"lr": max(rates), "optimizer": rules[0]}
+    if len({*rates}) > 1 or any(rule != rules[0] for rule in rules):
+        names = {id(parameter): f"module.{name}" for name, parameter in module.named_parameters()}
+        groups = zip(optimizer.param_groups, rules, rates, strict=True)
+        settings["optimizer"] = Groups(
+            tuple(
+                Group(tuple(names[id(p)] for p in group["params"] if id(p) in names), rule, rate / (max(rates) or 1.0))
+                for group, rule, rate in groups
+            )
+        )
+    if scheduler is not None:
+        settings |= {"lr_schedule": _schedule(scheduler, optimizer, every, name), "lr_schedule_by": "epoch"}
+    return settings
 
 
-def _only(found: Any, name: str) -> Optimizer:
-    """The one optimizer among all that Lightning lets a module return."""
+def _rule(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> LocalOptimizer:
+    """The local optimizer that steps as a parameter group does."""
+    kind = type(optimizer).__name__
+    if type(optimizer) is not getattr(torch.optim, kind, None) or kind not in OPTIMIZERS:
+        raise FederationError(
+            f"{name} returns {kind}, but clients train with {', '.join(OPTIMIZERS)} of torch.optim: choose."
+        )
+    for option in UNKNOWN:
+        if group.get(option):
+            raise FederationError(
+                f"{name} sets {option}={group[option]}, which local optimizers do not have: leave it out."
+            )
+    if kind == "Adam" and group.get("decoupled_weight_decay"):
+        kind = "AdamW"
+    known = {option.name for option in fields(OPTIMIZERS[kind])}
+    return OPTIMIZERS[kind](**{option: value for option, value in group.items() if option in known})
+
+
+def _schedule(scheduler: Any, optimizer: Optimizer, every: int, name: str) -> Table:
+    """What a scheduler multiplies learning rates by, epoch by epoch."""
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise FederationError(
+            f"{name} returns {type(scheduler).__name__}, which follows what a Trainer measures: return a scheduler "
+            "that follows epochs alone."
+        )
+    factors: list[float] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer takes no steps
+        while len(factors) < NOTED_EPOCHS:
+            now = [float(g["lr"]) / (float(g["initial_lr"]) or 1.0) for g in optimizer.param_groups]
+            if max(now) - min(now) > 1e-12 * max(1.0, *now):
+                raise FederationError(f"{name} schedules its parameter groups differently, but clients have one rate.")
+            factors += [now[0]] * every
+            try:
+                scheduler.step()
+            except ValueError:  # a schedule that ends, and does not say what follows
+                break
+    last = len(factors)
+    while last > 1 and factors[last - 1] == factors[last - 2]:
+        last -= 1
+    return Table(factors[:last])
+
+
+def _only(found: Any, name: str) -> tuple[Optimizer, Any, int]:
+    """The one optimizer among all that Lightning lets a module return, its scheduler, and epochs between its steps."""
     schedulers: Any = None
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
         found, schedulers = found
@@ -129,13 +257,21 @@ def _only(found: Any, name: str) -> Optimizer:
         found = found[0]
     if isinstance(found, dict):
         schedulers, found = found.get("lr_scheduler"), found.get("optimizer")
-    if schedulers:
-        raise FederationError(
-            f"{name} returns a learning rate scheduler, but a client's optimizer is new in every round: leave it out."
-        )
     if not isinstance(found, Optimizer):
         raise FederationError(f"{name} must return one optimizer, not {type(found).__name__}.")
-    return found
+    if isinstance(schedulers, list | tuple):
+        if len(schedulers) > 1:
+            raise FederationError(f"{name} returns {len(schedulers)} schedulers: chain them in one.")
+        schedulers = schedulers[0] if schedulers else None
+    every = 1
+    if isinstance(schedulers, dict):
+        if schedulers.get("interval", "epoch") != "epoch":
+            raise FederationError(
+                f"{name} steps its scheduler by {schedulers['interval']}, but clients differ in their steps: let it "
+                "step by epoch."
+            )
+        every, schedulers = schedulers.get("frequency", 1), schedulers.get("scheduler")
+    return found, schedulers, every
 
 
 def _check(module: LightningModule) -> None:
@@ -151,13 +287,18 @@ def _check(module: LightningModule) -> None:
         raise FederationError(f"{name} has no training_step.")
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise FederationError(f"{name}.training_step takes dataloader_iter, but clients get batches: take a batch.")
-    own = [hook for hook in HOOKS if getattr(type(module), hook) is not getattr(LightningModule, hook)]
+    own = [hook for hook in (*IN_STEPS, *OF_THE_RUN) if getattr(type(module), hook) is not _lightnings(hook)]
     if own:
+        caller, place = ("local training", "training_step") if own[0] in IN_STEPS else ("a federated run", "a callback")
         raise FederationError(
-            f"{name} overrides {own[0]}, which local training does not call: put what it does into training_step."
+            f"{name} overrides {own[0]}, which {caller} does not call: put what it does into {place}."
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise FederationError(f"{name} has no trainable parameters.")
+
+
+def _lightnings(hook: str) -> Any:
+    return getattr(LightningModule, hook)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

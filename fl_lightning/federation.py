@@ -79,10 +79,10 @@ class Federation:
 
     Args:
         inputs: all samples as stored (uint8 images, float features, int64 tokens), shape (n, ...).
-        targets: all labels, int64, shape (n,).
+        targets: what is to be predicted of each sample: classes, int64, shape (n,), or anything of shape (n, ...).
         train: the indices that each client trains on.
         test: the indices that each client is tested on.
-        num_classes: number of classes.
+        num_classes: number of classes; 0 where targets are not one class for each sample.
         val: held-out part of each client's training data, if any; after a round clients are then
             evaluated on it rather than on ``test``. Of a client with one sample it is empty.
         global_test: indices of a test set that belongs to nobody, if the data has one, shape (m,).
@@ -152,6 +152,10 @@ class Federation:
 
     def _check_labels(self) -> None:
         """Refuse labels that are no class, and label permutations that do not cover the labels."""
+        if self.targets.dim() != 1 or self.targets.is_floating_point() or not self.num_classes:
+            if self.label_maps is not None:
+                raise FederationError("label_maps rename classes, but the targets are not one class for each sample.")
+            return
         low, high = int(self.targets.min()), int(self.targets.max())
         if not 0 <= low <= high < self.num_classes:  # those of samples that are nobody's do not matter
             owned = torch.cat([self.targets[i.flat] for i in (self.train, self.test, self.index("val"))])
@@ -231,8 +235,9 @@ class Federation:
         return result.sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
 
     def labels(self, clients: Sequence[int], index: Tensor) -> Tensor:
-        """Labels of samples as their clients see them; ``index`` of shape (K, B) has one row per client."""
-        targets = self.targets.index_select(0, index.reshape(-1)).view(index.shape)
+        """Targets of samples as their clients see them; ``index`` of shape (K, B) has one row per client."""
+        found = self.targets.index_select(0, index.reshape(-1))
+        targets = found.view(*index.shape, *found.shape[1:])
         if self.label_maps is None:
             return targets
         return self.label_maps[torch.tensor(clients, device=self.device)].gather(1, targets)
@@ -253,7 +258,7 @@ class Federation:
             rngs: augmentation streams, one per client; None gathers without augmentation.
 
         Returns:
-            Inputs of shape (K, B, ...) and labels of shape (K, B).
+            Inputs of shape (K, B, ...) and targets of shape (K, B, ...).
         """
         flat = index.reshape(-1)
         raw = self.inputs.index_select(0, flat)

@@ -119,6 +119,24 @@ def check_batches(module: FederatedModule) -> None:
         )
 
 
+def check_optimizer(module: FederatedModule) -> None:
+    """Refuse local optimizers under which a method's arithmetic would not hold."""
+    reason = module.plain_sgd
+    if reason is not None and module.local.not_plain:
+        raise FederationError(
+            f"{type(module).__name__} {reason}, which holds for plain SGD alone: leave {module.local.not_plain} out."
+        )
+
+
+def check_task(module: FederatedModule, federation: Federation) -> None:
+    """Refuse tasks without classes under methods that need them."""
+    reason = module.needs_classes
+    if reason is not None and not module.task.of_classes:
+        raise FederationError(
+            f"{type(module).__name__} {reason}, and {type(module.task).__name__} has no classes: choose another method."
+        )
+
+
 def check_net(module: FederatedModule, federation: Federation) -> None:
     """Run the net on a few samples, so that one that does not fit the data is refused before the first round."""
     index = federation.train.flat[:2]
@@ -133,10 +151,15 @@ def check_net(module: FederatedModule, federation: Federation) -> None:
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise FederationError(f"{net} cannot take {data}: {reason}; choose a net made for this data.") from error
-    wanted = (len(index), federation.num_classes)
-    if not isinstance(output, torch.Tensor) or output.dim() != 2 or output.shape[0] != len(index):
+    if not isinstance(output, torch.Tensor) or not output.dim() or output.shape[0] != len(index):
         shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise FederationError(f"{net} must return scores of shape {wanted} for {data}, not {shape}.")
+        raise FederationError(f"{net} must return scores of shape ({len(index)}, ...) for {data}, not {shape}.")
+    if not module.task.of_classes or not federation.num_classes:
+        module.task.check(output, federation.targets)
+        return
+    wanted = (len(index), federation.num_classes)
+    if output.dim() != 2:
+        raise FederationError(f"{net} must return scores of shape {wanted} for {data}, not {tuple(output.shape)}.")
     if output.shape[1] < federation.num_classes:
         raise FederationError(
             f"{net} has {output.shape[1]} outputs but the data has {federation.num_classes} classes: "

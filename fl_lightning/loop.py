@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from fl_lightning import signals
 from fl_lightning.errors import FederationError
+from fl_lightning.exchange import in_round
 from fl_lightning.message_checks import Layout, check_message, layout_of
 from fl_lightning.parties import Returned, Stage
 from fl_lightning.wire import Message, State, nbytes
@@ -202,7 +203,9 @@ class FederatedLoop:
         absorb = module.aggregate if stage.absorb is None else stage.absorb
         with signals.held():
             if messages:
-                module.server_step(absorb(messages))
+                setting = module.setting()
+                with in_round(module, setting.round, setting.rounds):
+                    module.server_step(absorb(messages))
             server_seconds = time.perf_counter() - began
             module.exchange.commit([message.client for message in messages], round)
             module.bytes_up += tally.up

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.engine import FunctionalNet, entries
+from fl_lightning.engine import FunctionalNet, LocalTraining, entries
 from fl_lightning.nets import LossNet
+from fl_lightning.tasks import Task
 from fl_lightning.wire import State
 
 BufferPolicy = Literal["average", "keep", "reset"]
@@ -19,6 +19,8 @@ class NamedModel:
     """A net and the names of its entries. Client and server have one each, of the same structure."""
 
     net: nn.Module
+    task: Task
+    local: LocalTraining
     buffers_policy: BufferPolicy
     #: The net's buffers as they were when the method was made.
     initial_buffers: State
@@ -49,14 +51,21 @@ class NamedModel:
         return tuple(name for name, p in self.net.named_parameters() if p.requires_grad)
 
     @property
+    def frozen_names(self) -> frozenset[str]:
+        """Names of the net's parameters that are not trained: both sides have them from the beginning."""
+        return frozenset(name for name, p in self.net.named_parameters() if not p.requires_grad)
+
+    @property
     def private_names(self) -> tuple[str, ...]:
         """Entries of the net that stay with the client."""
-        return tuple(name for name in self.entry_names if self.stays(name))
+        frozen = self.frozen_names
+        return tuple(name for name in self.entry_names if name not in frozen and self.stays(name))
 
     @property
     def shared_names(self) -> tuple[str, ...]:
         """Entries of the net that cross the wire."""
-        return tuple(name for name in self.entry_names if not self.stays(name))
+        frozen = self.frozen_names
+        return tuple(name for name in self.entry_names if name not in frozen and not self.stays(name))
 
     @property
     def functional(self) -> FunctionalNet:
@@ -75,11 +84,8 @@ class NamedModel:
         return self.functional(state, x, noise or {}, training)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Loss of a batch: the mean cross entropy."""
-        if target.dim() != 1 or target.is_floating_point():
-            return F.cross_entropy(output, target)
-        # The same without a class to ignore, which leaves a dozen operations less in a captured step.
-        return -F.log_softmax(output, dim=1).gather(1, target[:, None]).mean()
+        """Loss of a batch, as the task has it."""
+        return self.task.loss(output, target)
 
     def batch_loss(
         self, state: State, x: Tensor, y: Tensor, noise: State | None = None, training: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -11,24 +12,37 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import persistence, seeding
+from fl_lightning import persistence, schedules, seeding, tasks
 from fl_lightning.arguments import NamedArguments, check_names
 from fl_lightning.checks import one_of
 from fl_lightning.contract import AdversarySide, ClientSide
 from fl_lightning.engine import Engine, LocalTraining, entries, make_engine
+from fl_lightning.engine.contract import ScheduleUnit
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import ClientOutput, Evaluator, evaluation_setting
 from fl_lightning.exchange import Clients
 from fl_lightning.federation import Federation, Split
-from fl_lightning.lightning_checks import check_batches, check_data, check_net, check_net_argument, check_trainer
+from fl_lightning.lightning_checks import (
+    check_batches,
+    check_data,
+    check_net,
+    check_net_argument,
+    check_optimizer,
+    check_task,
+    check_trainer,
+)
+from fl_lightning.local_optim import LocalOptimizer
 from fl_lightning.loop import FederatedLoop, Tally
 from fl_lightning.model import BufferPolicy
 from fl_lightning.nets import FedNet
+from fl_lightning.optim import step_schedulers
 from fl_lightning.parties import Introduction, Setting, Stage
 from fl_lightning.progress import federated_progress_bar
+from fl_lightning.schedules import Schedule
 from fl_lightning.signals import SignalsCallback
 from fl_lightning.simulation import RankedClients, SimulatedClients
 from fl_lightning.snapshots import DiskSnapshotStore, SnapshotStore
+from fl_lightning.tasks import Task
 from fl_lightning.wire import State, Weighting
 
 #: What the progress bar shows.
@@ -72,8 +86,14 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         epochs: passes over a client's data per round.
         batch_size: clients' minibatch size.
         momentum: momentum of the clients' SGD.
-        weight_decay: weight decay of the clients' SGD.
+        weight_decay: weight decay of the clients' optimizer.
         clip_norm: bound on the norm of a client's gradient at every local step.
+        optimizer: the clients' optimizer, an object or name of ``fl_lightning.local_optim``; SGD by default.
+        keep_optimizer: whether clients keep its moments from one round to the next; else they are new in every round.
+        lr_schedule: what the learning rate is multiplied by, a schedule of ``fl_lightning.schedules``; None is 1.
+        lr_schedule_by: what it counts: rounds, epochs of all rounds, or the steps of one round.
+        task: what the net is trained for and judged by, an object or name of ``fl_lightning.tasks``; classification by
+            default.
         weighting: weigh clients by their number of samples, or all the same.
         buffers: running statistics are averaged like weights (``average``), stay with the client (``keep``), or
             start anew in every round and are averaged for evaluation (``reset``).
@@ -95,6 +115,11 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         clip_norm: float | None = None,
+        optimizer: LocalOptimizer | str | None = None,
+        keep_optimizer: bool = False,
+        lr_schedule: Schedule | str | None = None,
+        lr_schedule_by: ScheduleUnit = "round",
+        task: Task | str | None = None,
         weighting: Weighting = "samples",
         buffers: BufferPolicy = "average",
         server_optimizer: ServerOptimizer | None = None,
@@ -107,10 +132,13 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         super().__init__()
         self.automatic_optimization = False
         self.seed = seeding.default_seed() if seed is None else seed
-        self.save_hyperparameters(ignore=["net", "server_optimizer"])
+        self.save_hyperparameters(ignore=["net", "server_optimizer", "optimizer", "lr_schedule", "task"])
+        schedule = None if lr_schedule is None else schedules.made(lr_schedule, "lr_schedule")
+        local = LocalTraining(lr, epochs, batch_size, momentum, weight_decay, clip_norm, optimizer, keep_optimizer)
+        self.local = replace(local, schedule=schedule, schedule_by=lr_schedule_by)
+        self.task = tasks.made(task)
         persistence.note_hyperparameters(self, net)
         self.net: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
-        self.local = LocalTraining(lr, epochs, batch_size, momentum, weight_decay, clip_norm)
         self.weighting: Weighting = one_of("weighting", weighting, ("samples", "uniform"))
         self.buffers_policy: BufferPolicy = one_of("buffers", buffers, ("average", "keep", "reset"))
         self.server_optimizer = server_optimizer
@@ -200,6 +228,8 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         """Check net and data, and let the clients introduce themselves."""
         federation = check_data(self.trainer)
         check_net(self, federation)
+        check_task(self, federation)
+        check_optimizer(self)
         if stage == "fit":
             check_batches(self)
         self.evaluator.prepare(federation.num_clients)
@@ -237,6 +267,10 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         """One federated round."""
         self._log(self.loop.run())
 
+    def on_train_epoch_end(self) -> None:
+        """Step the schedulers of the server's optimizer by rounds."""
+        step_schedulers(self.trainer.lr_scheduler_configs, self.completed_rounds, self.trainer.callback_metrics)
+
     @torch.no_grad()
     def server_step(self, target: State) -> None:
         """Step the server's model towards ``target``: the optimizer's gradient is minus the change."""
@@ -259,8 +293,8 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.evaluator.update(self, batch, "test")
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> dict[int, Tensor]:
-        """Predicted classes of each client's test samples."""
-        return {client: logits.argmax(1) for client, logits, _ in self.outputs(batch.tolist(), "test")}
+        """What is predicted for each client's test samples, such as their classes."""
+        return {client: self.task.predict(output) for client, output, _ in self.outputs(batch.tolist(), "test")}
 
     def outputs(self, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
         """Scores and labels of simulated clients' samples with the models that they are evaluated with."""

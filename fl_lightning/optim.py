@@ -1,19 +1,21 @@
-"""Server optimizers of "Adaptive Federated Optimization" (Reddi et al., ICLR 2021, Algorithm 2).
+"""Server optimizers, and the schedulers of their learning rates.
 
-They take the place of plain SGD at the server: the gradient that they see is minus the clients' mean change. They
-differ from torch's ``Adam`` as the paper does: no bias correction, an adaptivity ``tau`` of 1e-3 outside the root, and
-a second moment that starts at ``tau**2`` rather than at zero.
+The optimizers are those of "Adaptive Federated Optimization" (Reddi et al., ICLR 2021, Algorithm 2). They replace plain
+SGD at the server: the gradient that they see is minus the clients' mean change. They differ from torch's ``Adam`` as
+the paper does: no bias correction, an adaptivity ``tau`` of 1e-3 outside the root, and a second moment that starts at
+``tau**2`` rather than at zero.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import ParamsT
 
 from fl_lightning.errors import FederationError
@@ -114,3 +116,32 @@ class Yogi(_Adaptive):
     @staticmethod
     def _update_second(v: Tensor, squared: Tensor, beta: float) -> None:
         v.addcmul_(squared, torch.sign(v - squared), value=beta - 1)
+
+
+def step_schedulers(configs: Iterable[Any], rounds: int, metrics: Mapping[str, Any]) -> None:
+    """Step the schedulers of the server's optimizer at the end of a round; a round is an epoch and a step at once.
+
+    A scheduler counts its steps, so that one that has already been stepped for these rounds is not stepped again.
+
+    Args:
+        configs: ``trainer.lr_scheduler_configs``.
+        rounds: how many rounds are complete.
+        metrics: ``trainer.callback_metrics``, for schedulers that follow a metric.
+    """
+    for config in configs:
+        scheduler, due = config.scheduler, rounds // config.frequency
+        while scheduler.last_epoch < due:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(_followed(config, metrics))
+            else:
+                scheduler.step()
+
+
+def _followed(config: Any, metrics: Mapping[str, Any]) -> float:
+    """The metric that a scheduler follows."""
+    if config.monitor not in metrics:
+        known = ", ".join(sorted(map(str, metrics)))
+        raise FederationError(
+            f"ReduceLROnPlateau follows {config.monitor!r}, which no round logs: set monitor to one of {known}."
+        )
+    return float(metrics[config.monitor])

@@ -13,11 +13,13 @@ from torch import Tensor
 from fl_lightning import seeding
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation, Split
-from fl_lightning.wire import Message, State
+from fl_lightning.wire import Message, State, under, without
 
 T = TypeVar("T")
 #: Names of the stages in which nothing is trained.
 EVALUATION, SANITY_CHECK, JOINING = "evaluation", "sanity check", "joining"
+#: Prefix of what a client's optimizer remembers, among what the client keeps.
+OPTIMIZER = "optimizer."
 
 
 class LocalData:
@@ -122,6 +124,7 @@ class Me:
         data: its own samples; None where there are none, as after ``load_from_checkpoint`` without data.
         steps: local steps just taken, for :meth:`ClientSide.leave`.
         memory: results it may keep from one message to the next.
+        optimizer: what its optimizer remembers of its last training, where that is kept.
     """
 
     client: int
@@ -135,6 +138,12 @@ class Me:
     data: LocalData = None  # type: ignore[assignment] # looked at only where a client has data
     steps: int = 0
     memory: Memory = field(default_factory=Memory)
+    optimizer: State = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Tell what the optimizer remembers from what the method keeps: both are kept together."""
+        object.__setattr__(self, "optimizer", self.optimizer | under(OPTIMIZER, self.private))
+        object.__setattr__(self, "private", without(OPTIMIZER, self.private))
 
     def stream(self, purpose: str) -> np.random.Generator:
         """The client's random stream of a purpose in this round."""

@@ -16,6 +16,7 @@ from fl_lightning.checkpoints import watch as watch
 from fl_lightning.errors import FederationError
 from fl_lightning.loop import Tally
 from fl_lightning.nets import FedNet
+from fl_lightning.tasks import Classification
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
@@ -35,6 +36,12 @@ def note_hyperparameters(module: FederatedModule, net: nn.Module | dict[str, Any
     module.hparams["seed"] = module.seed
     if isinstance(net, FedNet):
         module.hparams["net"] = net.spec
+    if module.task.spec != Classification().spec:
+        module.hparams["task"] = module.task.spec
+    local = module.local.described()
+    for option, setting in (("optimizer", "optimizer"), ("lr_schedule", "schedule")):
+        if setting in local:
+            module.hparams[option] = local[setting]
 
 
 def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:

@@ -11,9 +11,10 @@ import torch
 
 from fl_lightning import ranks
 from fl_lightning.engine import Job
-from fl_lightning.evaluation import ClientOutput, Personal, Scorer, summed
-from fl_lightning.exchange import Scores, Trained, in_stacks, train_clients
+from fl_lightning.evaluation import ClientOutput, Personal, Scorer, scored
+from fl_lightning.exchange import Scores, Trained, in_round, in_stacks, train_clients
 from fl_lightning.federation import Federation, Split
+from fl_lightning.nets import Asked, LossNet
 from fl_lightning.parties import (
     JOINING,
     Introduction,
@@ -160,7 +161,24 @@ class SimulatedClients:
         """Let clients score their models on their own samples."""
         federation = self.federation
         assert federation is not None
-        return summed(self.outputs(setting, messages, split), federation.device)
+        scores = scored(self.outputs(setting, messages, split), federation.device, self.method.task)
+        net = self.method.net
+        if not isinstance(net, LossNet) or not net.logs(split):
+            return scores
+        logged = [self._logged(me, state, split) for me, state in self.personal(setting, messages)]
+        place = {int(client): i for i, client in enumerate(scores.clients)}
+        found = {name: scores.loss.new_full((len(place),), torch.nan) for one in logged for name in one[1]}
+        for client, values in logged:
+            for name, value in values.items():
+                found[name][place[client]] = value
+        return scores._replace(metrics={**scores.metrics, **found})
+
+    def _logged(self, me: Me, state: State, split: Split) -> tuple[int, dict[str, torch.Tensor]]:
+        """A client and what its net logs of all its samples of a split."""
+        size = max(1, me.data.sizes()[split])
+        ((x, y),) = me.data.batches(size, self.method.compute_dtype, split)
+        with torch.no_grad():
+            return me.data.row, self.method.functional(state, Asked(x, y, split), {}, training=False)[0]
 
     def reset(self) -> None:
         """Forget what was prepared for a run."""
@@ -209,7 +227,8 @@ class RankedClients(SimulatedClients):
             federation, rows = together([me.data for me in mes])
             states = [self.method.enter(messages[me.number], me) for me in mes]
             jobs = [Job(row, state) for row, state in zip(rows, states, strict=True)]
-            engine.choose(self.method.plan(mes[0]), federation, jobs, setting.round)
+            with in_round(self.method, setting.round, setting.rounds):
+                engine.choose(self.method.plan(mes[0]), federation, jobs, setting.round)
         choice = trainer.strategy.broadcast(engine.choice)
         if engine.choice is None and choice is not None:
             engine.settle(choice)

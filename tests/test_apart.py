@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fl_lightning.engine import make_engine
-from fl_lightning.evaluation import Personal, Scorer, summed
+from fl_lightning.evaluation import Personal, Scorer, scored
 from fl_lightning.exchange import Scores, train_clients
 from fl_lightning.federation import ClientIndex, Federation, Split
 from fl_lightning.module import FederatedModule
@@ -79,7 +79,7 @@ class Site:
     def evaluate(self, number: int, setting: Setting, message: State, split: Split) -> Scores:
         state = self.method.personal(message, self.settled(number, setting, message))
         outputs = Scorer().outputs(self.method, self.data.source, [Personal(0, state, False)], split)
-        return summed(outputs, torch.device("cpu"))
+        return scored(outputs, torch.device("cpu"), self.method.task)
 
 
 class ApartClients:
@@ -122,7 +122,7 @@ class ApartClients:
             number = self.server.evaluated_as(client)
             score = self.sites[client].evaluate(number, setting, passed(message), split)
             found.append(score._replace(clients=torch.tensor([client])))
-        return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return Scores.joined(found)
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
         told = {}

@@ -128,3 +128,31 @@ def test_a_method_of_ones_own_is_short(name: str) -> None:
     lines = {n.lineno for n in ast.walk(tree) if isinstance(n, ast.stmt) and id(n) not in doc
              and not isinstance(n, ast.Import | ast.ImportFrom)}  # fmt: skip
     assert len(lines) < 30
+
+
+def test_hospitals() -> None:
+    errors = load("hospitals").main(rounds=10)
+    assert errors["FedAvg"] < errors["Local"]
+    assert errors["FedAvg"] < 77  # the deviation of what is to be predicted
+
+
+def test_breast_cancer() -> None:
+    scores = load("breast_cancer").main(rounds=5)
+    assert float(scores["FedAvg"].mean()) > 0.7
+
+
+def test_segmentation() -> None:
+    found = load("segmentation").main(rounds=6)
+    assert min(found.values()) > 0.5  # all background has 0.43
+
+
+def test_next_character() -> None:
+    found = load("next_character").main(rounds=2)
+    assert max(found.values()) < 64  # of 128 characters
+
+
+def test_own_optimizer() -> None:
+    example = load("own_optimizer")
+    assert example.main(rounds=6)["acc"] > 0.3
+    source = inspect.getsource(example.main).partition("# These are")[2].partition("found =")[0]
+    assert len([line for line in source.splitlines()[1:] if line.strip()]) < 10

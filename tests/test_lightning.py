@@ -99,7 +99,7 @@ def test_bytes_are_those_of_the_messages() -> None:
 def test_model_checkpoint_and_early_stopping(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, monitor="val/acc", mode="max", filename="best")
     stopper = EarlyStopping("val/acc", patience=2, mode="max")
-    run = fit(FedAvg(mlp(), lr=0.0), blobs(), 50, enable_checkpointing=True, callbacks=[saver, stopper])
+    run = fit(FedAvg(mlp(), lr=0.0), blobs(val_fraction=0.2), 50, enable_checkpointing=True, callbacks=[saver, stopper])
     assert run.current_epoch == 3  # nothing gets better with lr = 0
     assert (tmp_path / "best.ckpt").exists()
 
@@ -197,7 +197,7 @@ def test_the_trainers_own_bar_shows_rounds_and_clients(bar: Any, ours: Any, caps
     assert type(run.progress_bar_callback) is ours
     assert run.progress_bar_callback._trained == 4
     shown = "".join(capsys.readouterr())
-    assert "Round 1" in shown
+    assert "Round 2" in shown
     assert "4/4" in shown
 
 

@@ -8,11 +8,13 @@ from math import sqrt
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from fl_lightning.errors import FederationError
-from fl_lightning.optim import FedAdam, Yogi
+from fl_lightning.optim import FedAdam, Yogi, step_schedulers
 
 BOTH = pytest.mark.parametrize("kind", [FedAdam, Yogi])
 
@@ -152,3 +154,28 @@ def test_learns(kind: type[Optimizer]) -> None:
         (w**2).sum().backward()
         optimizer.step()
     assert w.abs().max().item() < 0.05
+
+
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_schedulers_follow_rounds(frequency: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = LRSchedulerConfig(StepLR(optimizer, 2, 0.1), frequency=frequency)
+    rates = []
+    for rounds in range(1, 9):
+        optimizer.step()
+        for _ in range(2):  # a resumed run asks again
+            step_schedulers([config], rounds, {})
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1 ** (rounds // frequency // 2) for rounds in range(1, 9)])
+
+
+def test_plateaus_follow_a_metric() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = LRSchedulerConfig(ReduceLROnPlateau(optimizer, "max", 0.5, patience=0), monitor="val/acc")
+    rates = []
+    for rounds, score in enumerate((0.5, 0.6, 0.6, 0.7, 0.1), start=1):
+        step_schedulers([config], rounds, {"val/acc": torch.tensor(score)})
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
+    with pytest.raises(FederationError, match=r"ReduceLROnPlateau follows 'val/acc', which no round logs: .* val/loss"):
+        step_schedulers([config], 6, {"val/loss": 1.0})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,7 @@ def train_centrally(module: FederatedModule, initial: State, federation: Federat
         federation: the data.
         passes: how often all data is trained on.
     """
-    settings = asdict(module.local)
-    central = FederatedModule(copy.deepcopy(module.net), engine="sequential", seed=module.seed, **settings)  # type: ignore[arg-type]
+    central = FederatedModule(copy.deepcopy(module.net), engine="sequential", seed=module.seed)  # type: ignore[arg-type]
     central = central.to(module.device)
     pooled, engine = pool(federation), make_engine("sequential")
     state = {name: value.to(module.device) for name, value in initial.items()}
@@ -148,7 +147,7 @@ def _key(module: FederatedModule, initial: State, passes: int) -> str:
     """What makes two central models the same: data, settings, initial weights, passes."""
     told = {
         "data": module.datamodule.fingerprint,
-        "local": asdict(module.local),
+        "local": module.local.described(),
         "seed": module.seed,
         "passes": passes,
         "entries": sorted(initial),

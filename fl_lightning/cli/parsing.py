@@ -17,9 +17,11 @@ from fl_lightning.arguments import nearest, parameters
 from fl_lightning.cli.names import USED
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.datamodules.partitions import PartitionScheme
-from fl_lightning.methods.schedules import Schedule
+from fl_lightning.local_optim import LocalOptimizer
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
+from fl_lightning.schedules import Schedule
+from fl_lightning.tasks import Task
 
 #: What an option of that name chooses among.
 CHOICES: dict[str, tuple[str, type]] = {
@@ -29,6 +31,9 @@ CHOICES: dict[str, tuple[str, type]] = {
     "partition": ("partition", PartitionScheme),
     "omega": ("schedule", Schedule),
     "psi": ("schedule", Schedule),
+    "lr_schedule": ("schedule", Schedule),
+    "optimizer": ("local optimizer", LocalOptimizer),
+    "task": ("task", Task),
 }
 #: The same where Lightning and PyTorch have classes too, which need not be listed.
 OTHERS: dict[str, tuple[str, type]] = {

@@ -2,6 +2,7 @@
 
 from fl_lightning.datamodules.base import FederatedDataModule, Samples
 from fl_lightning.datamodules.digits import Digits
+from fl_lightning.datamodules.frames import FromArrays, FromDataset, FromFrame, Table
 from fl_lightning.datamodules.images import CIFAR10, MNIST, FashionMNIST
 from fl_lightning.datamodules.manifest import Manifest
 from fl_lightning.datamodules.partitions import (
@@ -33,6 +34,9 @@ __all__ = [
     "DominantClass",
     "FashionMNIST",
     "FederatedDataModule",
+    "FromArrays",
+    "FromDataset",
+    "FromFrame",
     "LabelSkew",
     "MajorMinor",
     "Manifest",
@@ -43,6 +47,7 @@ __all__ = [
     "Pooled",
     "Samples",
     "Sent140",
+    "Table",
     "TensorFederation",
     "Unimodal",
 ]

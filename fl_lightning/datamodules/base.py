@@ -38,21 +38,28 @@ class Samples:
 
     Args:
         inputs: as stored, uint8 where possible, shape (n, ...).
-        targets: labels, int64, shape (n,).
+        targets: classes, int64, shape (n,), or anything of shape (n, ...).
         train_size: how many rows are official training rows; None means all.
         users: who wrote each sample, shape (n,), where the data says so.
+        strata: a whole number for each sample, by which samples are dealt where targets are no classes, shape (n,).
     """
 
     inputs: Tensor
     targets: Tensor
     train_size: int | None = None
     users: Sequence[Any] | Tensor | None = None
+    strata: Tensor | None = None
+
+    @property
+    def labels(self) -> Tensor:
+        """The classes by which samples are dealt, int64, shape (n,)."""
+        return self.targets if self.strata is None else self.strata
 
     def some(self, number: int, rng: np.random.Generator) -> Samples:
         """About so many of the samples, the same share of every class, in their old order."""
         share, kept = number / len(self.targets), []
-        for label in range(int(self.targets.max()) + 1):
-            rows = torch.nonzero(self.targets == label).flatten()
+        for label in range(int(self.labels.max()) + 1):
+            rows = torch.nonzero(self.labels == label).flatten()
             kept.append(rows[torch.from_numpy(rng.permutation(len(rows))[: round(share * len(rows))])])
         index = torch.cat(kept).sort().values
         if not len(index):
@@ -64,7 +71,8 @@ class Samples:
         users = self.users
         if users is not None:
             users = users[index] if isinstance(users, Tensor) else [users[i] for i in index.tolist()]
-        return Samples(self.inputs[index], self.targets[index], size, users)
+        strata = None if self.strata is None else self.strata[index]
+        return Samples(self.inputs[index], self.targets[index], size, users, strata)
 
 
 class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
@@ -148,7 +156,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     def deal(self, samples: Samples) -> Partition:
         """The partition of the samples: the manifest's if there is one, else the scheme's."""
-        labels, train_size, users = samples.targets, samples.train_size, samples.users
+        labels, train_size, users = samples.labels, samples.train_size, samples.users
         if self.manifest is not None:
             self.manifest.check(self.data_hash, self.partition)
             return self.manifest.partition(self.partition, labels, train_size, users)
@@ -230,7 +238,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         """Clients' training samples and what is held out of them; None, with a warning, where that is nothing."""
         reason = "val_fraction=0 holds nothing out"
         if self.val_fraction:
-            rows, sizes, labels = train.flat.numpy(), train.sizes.numpy(), self.samples.targets.numpy()
+            rows, sizes, labels = train.flat.numpy(), train.sizes.numpy(), self.samples.labels.numpy()
             seed = self.seed if self.manifest is None else self.manifest.seed
             kept, held = by_class(rows, sizes, labels, self.val_fraction, seeding.stream(seed, "validation"))
             if len(held.flat):
@@ -262,7 +270,8 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         from fl_lightning.datamodules.picture import partition_figure
         from fl_lightning.datamodules.summary import Summary
 
-        summary = Summary.of(self.dealt, self.samples.targets, self.num_classes)
+        labels = self.samples.labels
+        summary = Summary.of(self.dealt, labels, self.num_classes or int(labels.max()) + 1)
         manifest = self.describe()
         return partition_figure(summary, f"{manifest.data}, {manifest.scheme_call}, seed {manifest.seed}")
 

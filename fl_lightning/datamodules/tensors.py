@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fl_lightning import arguments, seeding
 from fl_lightning.datamodules.base import FederatedDataModule, Samples
 from fl_lightning.datamodules.partitions.base import Partition, hash_tensors
 from fl_lightning.datamodules.partitions.deal import local_split
+from fl_lightning.datamodules.partitions.iid import IID
+from fl_lightning.datamodules.partitions.users import ByUser
+from fl_lightning.datamodules.strata import given_strata, is_classes, strata_of
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex
 
@@ -25,19 +28,21 @@ class TensorFederation(FederatedDataModule):
     """Own tensors or NumPy arrays, with own index lists per client or with any partition scheme.
 
     Args:
-        inputs: all samples, shape (n, ...).
-        targets: their labels, integer, shape (n,).
+        inputs: all samples, shape (n, ...), a tensor or an array.
+        targets: what is to be predicted: classes, whole numbers of shape (n,), or anything of shape (n, ...).
         train: each client's training indices, no sample with two clients; None leaves it to ``partition``.
         test: each client's test indices; None holds a fifth of each client's ``train`` out.
         train_size: how many rows, from the first, a ``partition`` may take as official training rows; None means all.
         users: who each sample belongs to, shape (n,), for the partition ``ByUser``.
-        num_classes: number of classes; one more than the greatest label unless given.
+        num_classes: number of classes; one more than the greatest class unless given, 0 where targets are numbers.
         mean: subtracted from a batch's inputs, broadcast over (B, ...).
         std: divides a batch's inputs.
         global_test: indices of a test set that belongs to nobody, with ``train`` only.
         label_maps: each client's label permutation, shape (clients, classes), with ``train`` only.
         meta: what is known of the clients, one value each, with ``train`` only.
         transform: ``transform(inputs, rng)`` changes one client's raw training batch when ``augment`` is on.
+        stratify: a column by which a ``partition`` deals where targets are no classes, shape (n,); made of the targets
+            unless given.
         **kwargs: as for every DataModule.
 
     Example:
@@ -62,24 +67,20 @@ class TensorFederation(FederatedDataModule):
         label_maps: Array | None = None,
         meta: Mapping[str, Sequence[Any]] | None = None,
         transform: Augment | None = None,
+        stratify: Sequence[Any] | Tensor | ArrayLike | None = None,
         **kwargs: Any,
     ) -> None:
         self.transform = transform
         super().__init__(**kwargs)
+        inputs, targets = arguments.tensor("inputs", inputs), arguments.tensor("targets", targets)
         if train is not None:
             self.partition = None
         given = {"mean": mean, "std": std, "label_maps": label_maps, "global_test": global_test}
         found = {name: None if value is None else arguments.tensor(name, value) for name, value in given.items()}
-        inputs, targets = arguments.tensor("inputs", inputs), arguments.tensor("targets", targets)
         if inputs.dim() < 1 or len(inputs) != len(targets) or not len(targets):
             raise FederationError(
                 f"There are {len(inputs) if inputs.dim() else 'no'} inputs and {len(targets)} targets: each needs the "
                 "other."
-            )
-        if targets.dim() != 1 or (targets.is_floating_point() and not torch.equal(targets, targets.round())):
-            raise FederationError(
-                "targets must be one whole number for each sample, the number of its class, not "
-                f"{targets.dtype} of shape {tuple(targets.shape)}."
             )
         if train is None and not (test is None and global_test is None and label_maps is None and meta is None):
             raise FederationError("test, global_test, label_maps and meta go with train: give train too.")
@@ -87,9 +88,12 @@ class TensorFederation(FederatedDataModule):
             raise FederationError("Give either index lists or a partition (or manifest), not both.")
         if train is not None and kwargs.get("limit") is not None:
             raise FederationError("limit chooses among all samples: leave it out where index lists already do.")
-        self.inputs, self.targets = inputs, targets.long()
+        classes = targets.dim() == 1 and (num_classes is not None or not targets.is_floating_point())
+        self.inputs, self.targets = inputs, targets.long() if classes or not targets.is_floating_point() else targets
         self.train_size, self.users = train_size, users.tolist() if isinstance(users, np.ndarray) else users
-        self.num_classes = _classes(self.targets) if num_classes is None else num_classes
+        known = 0 if self.targets.is_floating_point() else _classes(self.targets)
+        self.num_classes = known if num_classes is None else num_classes
+        self._strata = None if stratify is None else given_strata(stratify, len(targets))
         self.input_shape = tuple(inputs.shape[1:])
         self.mean, self.std = found["mean"], found["std"]
         self._train = None if train is None else _index(train)
@@ -100,7 +104,21 @@ class TensorFederation(FederatedDataModule):
 
     def load(self) -> Samples:
         """The tensors as they were given."""
-        return Samples(self.inputs, self.targets, self.train_size, self.users)
+        strata = self._strata
+        if strata is None and not is_classes(self.targets):
+            strata = strata_of(self.targets, self.num_classes)
+            if strata is None:
+                self._check_unstratified()
+                strata = torch.zeros(len(self.targets), dtype=torch.int64)
+        return Samples(self.inputs, self.targets, self.train_size, self.users, strata)
+
+    def _check_unstratified(self) -> None:
+        """Refuse a partition that goes by classes where there is nothing to go by."""
+        if self._train is None and self.manifest is None and not isinstance(self.partition, IID | ByUser):
+            raise FederationError(
+                f"{type(self.partition).__name__} deals samples by their classes, and targets of shape "
+                f"{tuple(self.targets.shape)} are none: pass a column to deal by as stratify=, or use IID or ByUser."
+            )
 
     def augmentation(self) -> Augment | None:
         """The transform that was given."""

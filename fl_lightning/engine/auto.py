@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -18,6 +20,7 @@ from fl_lightning.engine.schedule import batch_sizes
 from fl_lightning.engine.sequential import SequentialEngine
 from fl_lightning.engine.stacked import StackedEngine
 from fl_lightning.federation import Federation
+from fl_lightning.local_optim import SGD
 
 ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
     engine.name: engine for engine in (SequentialEngine, StackedEngine, CapturedEngine, CompiledEngine)
@@ -92,7 +95,7 @@ class AutoEngine(Engine):
         if not steps:
             return sequential.engine, "no client takes a step"
         agreed, refused = [sequential], ""
-        reference = sequential.run()
+        reference = sequential.plain().run()
         for name in ("stacked", "captured"):
             candidate = probe(name)
             if isinstance(candidate.engine, CapturedEngine):
@@ -121,10 +124,19 @@ class Probe:
         """Train every client for a few steps of each phase, from the jobs' states."""
         return self.engine.train(self.method, self.federation, self.jobs, self.round, max_steps=steps)
 
+    def plain(self) -> Probe:
+        """The same steps by SGD: an adaptive optimizer makes of rounding as much as of a gradient."""
+        local = self.method.local
+        if type(local.rule) is SGD:
+            return self
+        method = copy.copy(self.method)
+        method.local = replace(local, optimizer=None, momentum=0.0, weight_decay=0.0, schedule=None)
+        return Probe(self.engine, method, self.federation, self.jobs, self.round)
+
     def refusal(self, reference: Sequence[Result]) -> str:
         """Why this engine cannot be used, empty if it can: it fails, or disagrees with the reference."""
         try:
-            results = self.run()
+            results = self.plain().run()
         except Exception as error:  # whatever a net does that vmap or a trace cannot
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             return f"the net cannot be {self.engine.name}: {first}"

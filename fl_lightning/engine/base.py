@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fl_lightning.engine.contract import Job, LocalMethod, Move, Phase, Result
 from fl_lightning.engine.gradient import clipped
+from fl_lightning.engine.schedule import batch_sizes
 from fl_lightning.federation import Federation
 
 #: More steps than any epoch has.
@@ -72,6 +73,12 @@ def steps_left(phase: Phase, taken: int, max_steps: int | None) -> int:
     """How many steps of an epoch a client takes at most, after so many that it took in the phase."""
     bounds = [MANY if phase.steps is None else phase.steps - taken, MANY if max_steps is None else max_steps]
     return min(bounds)
+
+
+def steps_of(method: LocalMethod, size: int) -> int:
+    """How many steps a client of so many samples takes in a round."""
+    full, rest = batch_sizes(size, method.local.batch_size, method.batch_statistics)
+    return sum(min(phase.epochs * (full + (rest > 0)), steps_left(phase, 0, None)) for phase in method.phases())
 
 
 def moves_of(method: LocalMethod, phase: Phase) -> tuple[list[Move], list[Move]]:

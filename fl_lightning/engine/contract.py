@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning import local_optim
 from fl_lightning.arguments import real, whole
 from fl_lightning.errors import FederationError
+from fl_lightning.local_optim import SGD, LocalOptimizer
+from fl_lightning.schedules import AnySchedule, Constant, Counted, describe, value_at
 from fl_lightning.wire import State
 
 #: Epochs of a round, and samples of a batch; more of them are a slip.
 MOST = 1_000_000
+ScheduleUnit = Literal["round", "epoch", "step"]
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How a client trains: SGD with a new optimizer every round.
+    """How a client trains.
 
     Args:
         lr: learning rate.
         epochs: passes over the client's data per round, 1 or more.
         batch_size: minibatch size; the last batch of a pass may be smaller.
-        momentum: momentum, as in ``torch.optim.SGD``; not kept between rounds.
-        weight_decay: L2 penalty, as in ``torch.optim.SGD``.
+        momentum: momentum, as in ``torch.optim.SGD``.
+        weight_decay: weight decay, as the optimizer has it.
         clip_norm: bound on the norm of a client's gradient at every step; None does not clip.
+        optimizer: SGD by default; an object of ``fl_lightning.local_optim``, its name, or class path and arguments.
+        keep_optimizer: whether a client keeps the optimizer's moments from one round to the next; else they are new.
+        schedule: what the learning rate is multiplied by; None is always 1.
+        schedule_by: what the schedule counts: rounds, epochs of all rounds, or the steps of one round.
+        rounds: rounds of the run, which a schedule by epochs follows; see :meth:`in_round`.
     """
 
     lr: float = 0.01
@@ -38,6 +47,11 @@ class LocalTraining:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip_norm: float | None = None
+    optimizer: LocalOptimizer | Mapping[str, Any] | str | None = None
+    keep_optimizer: bool = False
+    schedule: AnySchedule | None = None
+    schedule_by: ScheduleUnit = "round"
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         whole("epochs", self.epochs, 1, MOST)
@@ -54,6 +68,72 @@ class LocalTraining:
             raise FederationError(f"weight_decay must be 0 or more, not {self.weight_decay}.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise FederationError(f"clip_norm must be greater than 0, not {self.clip_norm}.")
+        if self.schedule_by not in get_args(ScheduleUnit):
+            raise FederationError(f"schedule_by must be round, epoch or step, not {self.schedule_by!r}.")
+        if self.optimizer is not None:
+            self._take(local_optim.made(self.optimizer, self.momentum, self.weight_decay))
+
+    def _take(self, optimizer: LocalOptimizer) -> None:
+        """Let ``momentum`` and ``weight_decay`` say what the optimizer has."""
+        known = {name: getattr(optimizer, name, 0.0) for name in ("momentum", "weight_decay")}
+        for name, value in {"optimizer": optimizer, **known}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def rule(self) -> LocalOptimizer:
+        """How entries step."""
+        if isinstance(self.optimizer, LocalOptimizer):
+            return self.optimizer
+        return SGD(self.momentum, self.weight_decay)
+
+    def in_round(self, round: int, rounds: int) -> LocalTraining:
+        """The settings of one round, with its learning rate, of a run of so many rounds."""
+        if self.schedule is None:
+            return self
+        if rounds < 1 and self.schedule_by != "step" and not isinstance(self.schedule, Counted):
+            name = getattr(self.schedule, "__name__", type(self.schedule).__name__)
+            raise FederationError(f"{name} follows the share of the rounds that are over: set max_epochs.")
+        if self.schedule_by == "round":
+            return replace(self, lr=self.lr * value_at(self.schedule, round, rounds), schedule=Constant())
+        return replace(self, rounds=rounds)
+
+    def rate(self, round: int, epoch: int, step: int, steps: int) -> float:
+        """The learning rate of a step.
+
+        Args:
+            round: the round, from 0.
+            epoch: epochs that the client has completed in it.
+            step: steps that the client has taken in it.
+            steps: steps that it takes in a round.
+        """
+        if self.schedule is None:
+            return self.lr
+        if self.schedule_by == "step":
+            return self.lr * value_at(self.schedule, step, steps)
+        if self.schedule_by == "epoch":
+            return self.lr * value_at(self.schedule, round * self.epochs + epoch, self.rounds * self.epochs)
+        return self.lr * value_at(self.schedule, round, self.rounds)
+
+    @property
+    def not_plain(self) -> str:
+        """What is not plain SGD, with or without momentum, at one learning rate in a round; empty if nothing is."""
+        rule = self.rule
+        if type(rule) is not SGD or rule.nesterov:
+            return f"optimizer={rule!r}"
+        if self.keep_optimizer and self.momentum:
+            return "keep_optimizer=True"
+        return f"schedule_by={self.schedule_by!r}" if self.schedule is not None and self.schedule_by != "round" else ""
+
+    def described(self) -> dict[str, Any]:
+        """All settings in plain values; those that have no effect are left out."""
+        found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)[:6]}
+        if self.optimizer is not None:
+            found["optimizer"] = self.rule.describe()
+        if self.keep_optimizer:
+            found["keep_optimizer"] = True
+        if self.schedule is not None:
+            found |= {"schedule": describe(self.schedule), "schedule_by": self.schedule_by, "rounds": self.rounds}
+        return found
 
 
 @dataclass(frozen=True)
@@ -62,7 +142,7 @@ class Phase:
 
     Args:
         epochs: passes over the client's data.
-        trainable: names of the entries that local SGD updates.
+        trainable: names of the entries that the local optimizer updates.
         name: how the phase is called in messages.
         steps: the phase ends after so many steps, be it within an epoch; None does not bound them.
     """
@@ -82,37 +162,12 @@ class Batch(NamedTuple):
     x: Tensor
     """Inputs, shape (B, ...)."""
     y: Tensor
-    """Labels, shape (B,)."""
+    """Targets, shape (B, ...)."""
     noise: State
     """What the method's ``draw_noise`` drew for this step, and the uniform noise of dropout layers."""
     scalars: State
     """``samples`` (the client's training size), ``round``, ``epoch`` and ``step``, as 0-dim tensors, so that a
-    captured step does not freeze them."""
-
-
-class Product(NamedTuple):
-    """A stack of changes that are matrix products, not multiplied out, and what is to be added to them.
-
-    It stands for ``scale * left @ right + own * entry + sum(factor * tensor)`` where ``entry`` is what it is a change
-    of. Only engines make them: the local SGD multiplies them straight into the weights, which spares writing gradients
-    and reading them again.
-    """
-
-    left: Tensor
-    """Shape (K, m, n)."""
-    right: Tensor
-    """Shape (K, n, p)."""
-    scale: float = 1.0
-    own: float = 0.0
-    rest: Sequence[tuple[float, Tensor]] = ()
-
-    def add_to(self, entry: Tensor, alpha: float, beta: float = 1.0, own: bool = True) -> None:
-        """``entry = beta * entry + alpha * product``, in place; ``own`` false says that ``entry`` is not its entry."""
-        if own:
-            beta += alpha * self.own
-        entry.baddbmm_(self.left, self.right, beta=beta, alpha=alpha * self.scale)
-        for factor, tensor in self.rest:
-            entry.add_(tensor, alpha=alpha * factor)
+    captured step does not freeze them; ``lr``, the learning rate of the step, where there is a schedule."""
 
 
 class Update(NamedTuple):
@@ -121,7 +176,7 @@ class Update(NamedTuple):
     loss: Tensor
     """The loss before the move, for the log, 0-dim."""
     grads: State
-    """Gradients for the local SGD (clipping, weight decay, momentum, learning rate)."""
+    """Gradients for the local optimizer (clipping, weight decay, momentum, learning rate)."""
     replace: State = {}  # noqa: RUF012 - never written to, and a dict for vmap
     """Entries that take a new value, such as BatchNorm buffers."""
     add: State = {}  # noqa: RUF012
@@ -180,16 +235,22 @@ class Job:
     Args:
         client: the client.
         state: named tensors it starts from: shared, private and extra entries. Engines never write to them.
+        optimizer: what its optimizer remembers of an earlier round, for entries that it stepped; empty for a new one.
     """
 
     client: int
     state: State
+    optimizer: State = field(default_factory=dict)
 
 
 @dataclass
 class Result:
-    """What local training left behind: the final state, the mean loss over its steps (of none NaN) and their number."""
+    """What local training left behind: the final state, the mean loss over its steps (of none NaN) and their number.
+
+    With ``keep_optimizer`` also what the optimizer remembers.
+    """
 
     state: State
     loss: float
     steps: int
+    optimizer: State = field(default_factory=dict)

@@ -59,14 +59,13 @@ class FunctionalNet:
         self._recurrent = [module for module in self.skeleton.modules() if isinstance(module, nn.RNNBase)]
         self._shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
 
-    def __call__(
-        self, state: State, x: Tensor | tuple[Tensor, Tensor], noise: State, training: bool
-    ) -> tuple[Any, State]:
+    def __call__(self, state: State, x: Tensor | tuple[Any, ...], noise: State, training: bool) -> tuple[Any, State]:
         """Run the net.
 
         Args:
             state: at least all :func:`entries` of the net; other names are ignored.
-            x: inputs, shape (B, ...), or a pair of inputs and labels for a net that brings its own loss.
+            x: inputs, shape (B, ...), or a tuple, such as a pair of inputs and targets, for a net that brings its own
+                loss.
             noise: the noise of the dropout layers when training.
             training: train or eval mode.
 

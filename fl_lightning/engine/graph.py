@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fl_lightning.engine.contract import Product
+from fl_lightning.local_optim import Product
 
 aten = torch.ops.aten
 #: Operations whose result is another look at their first argument.

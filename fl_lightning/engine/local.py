@@ -1,40 +1,57 @@
-"""Local SGD on named tensors, in place: the same code for one client and for a stack of clients.
-
-The update is elementwise, so a leading client dimension needs no special care. It works in place because a fresh
-copy of the weights at every step costs more than the step itself (page faults).
-"""
+"""What the moves of a client, or of a stack of clients, change: applied in place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-
-from fl_lightning.engine.contract import LocalTraining, Product, Update
+from fl_lightning.engine.contract import LocalTraining, Update
+from fl_lightning.local_optim import Product, Rate
 from fl_lightning.wire import State
 
 
-class LocalSGD:
-    """SGD as ``torch.optim.SGD`` does it, over a dict of tensors.
+class LocalStep:
+    """Applies updates by a client's optimizer.
+
+    It works in place because a fresh copy of the weights at every step costs more than the step itself (page faults).
 
     Args:
-        local: learning rate, momentum and weight decay.
+        local: the settings.
+        clients: ``(K,)`` for a stack of K clients, ``()`` for one client.
     """
 
-    def __init__(self, local: LocalTraining) -> None:
-        self.local = local
+    def __init__(self, local: LocalTraining, clients: tuple[int, ...] = ()) -> None:
+        self.rule, self.clients = local.rule, clients
+        self._prepared: set[str] = set()
 
-    def apply(self, update: Update, state: State, velocity: State) -> None:
+    def prepare(self, names: Iterable[str], state: State, memory: State) -> bool:
+        """Let the memory have what entries need that are to be stepped; whether that was new.
+
+        Args:
+            names: their names.
+            state: the entries.
+            memory: what the optimizer remembers.
+        """
+        new = [name for name in names if name not in self._prepared]
+        if not new:
+            return False
+        self._prepared.update(new)
+        known = len(memory)
+        for name in new:
+            for slot, value in self.rule.fresh(name, state[name], self.clients).items():
+                memory.setdefault(slot, value)
+        return len(memory) > known
+
+    def apply(self, lr: Rate, update: Update, state: State, memory: State) -> None:
         """Apply one move's update in place; autograd must be off.
 
         Args:
+            lr: learning rate.
             update: gradients and changed entries.
             state: the tensors to write to.
-            velocity: momentum buffers; those that are not there yet are made.
+            memory: what the optimizer remembers of the entries that have gradients.
         """
         if update.grads:
-            self._descend(update.grads, state, velocity)
+            self.rule.step(lr, update.grads, state, memory)
         for name, value in update.replace.items():
             state[name].copy_(value)
         for name, value in update.add.items():
@@ -42,32 +59,3 @@ class LocalSGD:
                 value.add_to(state[name], 1.0)
             else:
                 state[name].add_(value)
-
-    def _descend(self, grads: Mapping[str, Tensor | Product], state: State, velocity: State) -> None:
-        """One step; products are multiplied straight into what they are added to."""
-        lr, decay, momentum = self.local.lr, self.local.weight_decay, self.local.momentum
-        whole = {name: grad for name, grad in grads.items() if isinstance(grad, Tensor)}
-        products = {name: grad for name, grad in grads.items() if isinstance(grad, Product)}
-        if momentum:
-            for name in grads:
-                if name not in velocity:
-                    velocity[name] = torch.zeros_like(state[name])
-        for name, product in products.items():
-            if momentum:
-                product.add_to(velocity[name], 1.0, beta=momentum, own=False)
-                if decay or product.own:
-                    velocity[name].add_(state[name], alpha=decay + product.own)
-                state[name].add_(velocity[name], alpha=-lr)
-            else:
-                product.add_to(state[name], -lr, beta=1 - lr * decay)
-        if not whole:
-            return
-        params, steps = [state[name] for name in whole], list(whole.values())
-        if decay:
-            steps = list(torch._foreach_add(steps, params, alpha=decay))
-        if momentum:
-            moving = [velocity[name] for name in whole]
-            torch._foreach_mul_(moving, momentum)
-            torch._foreach_add_(moving, steps)
-            steps = moving
-        torch._foreach_add_(params, steps, alpha=-lr)

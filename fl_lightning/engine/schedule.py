@@ -108,11 +108,11 @@ class StackSamples:
         return padded.view(len(places), steps, size).transpose(0, 1).contiguous().unbind()
 
     def gather(self, start: int, stop: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch of each of some clients: inputs of shape (K, B, ...), labels of shape (K, B)."""
+        """A batch of each of some clients: inputs and targets of shape (K, B, ...)."""
         flat = places.reshape(-1)
         if self.kept is not None:
             x, y = (values.index_select(0, flat) for values in self.kept)
-            return x.view(*places.shape, *x.shape[1:]), y.view(places.shape)
+            return x.view(*places.shape, *x.shape[1:]), y.view(*places.shape, *y.shape[1:])
         schedules = self.schedules[start:stop]
         clients, streams = [s.client for s in schedules], [s.augment for s in schedules]
         return self.federation.gather(clients, self.index[flat].view(places.shape), self.dtype, streams)
@@ -151,7 +151,8 @@ def epoch_noise(method: LocalMethod, schedule: ClientSchedule, steps: int, x: Te
     return drawn, dropout
 
 
-def scalars(sizes: Tensor, round: int, dtype: torch.dtype) -> State:
+def scalars(sizes: Tensor, round: int, dtype: torch.dtype, scheduled: bool = False) -> State:
     """The scalars of ``Batch``, each shaped as ``sizes``: 0-dim for one client, (K,) for a stack."""
     counter = torch.zeros_like(sizes, dtype=dtype)
-    return {"samples": sizes.to(dtype), "round": counter + round, "epoch": counter.clone(), "step": counter}
+    found = {"samples": sizes.to(dtype), "round": counter + round, "epoch": counter.clone(), "step": counter}
+    return found | ({"lr": counter.clone()} if scheduled else {})

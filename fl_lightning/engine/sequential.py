@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fl_lightning import seeding, signals
-from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
+from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left, steps_of
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result
 from fl_lightning.engine.gradient import eager_gradient
-from fl_lightning.engine.local import LocalSGD
+from fl_lightning.engine.local import LocalStep
 from fl_lightning.engine.schedule import ClientSchedule, batch_sizes, epoch_noise, scalars
 from fl_lightning.federation import Federation
 from fl_lightning.wire import State, fast_copy
@@ -48,10 +49,11 @@ class _Client:
         self.method, self.federation, self.max_steps = method, federation, max_steps
         self.schedule = ClientSchedule.of(method, federation, job.client, round)
         self.state = fast_copy(job.state)
-        self.sgd = LocalSGD(method.local)
-        self.velocity: State = {}
+        self.step = LocalStep(method.local)
+        self.memory: State = fast_copy(job.optimizer)
+        self.round = round
         size = torch.tensor(self.schedule.size, device=federation.device)
-        self.scalars = scalars(size, round, method.compute_dtype)
+        self.scalars = scalars(size, round, method.compute_dtype, method.local.schedule is not None)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
         self.steps = 0
         number = federation.number_of(job.client)
@@ -73,18 +75,35 @@ class _Client:
                         self._step(phase, opening if self.steps == before else moves, batch)
                     self.scalars["epoch"].add_(1)
         state = {name: value.contiguous() for name, value in self.state.items()}
-        return Result(state, float(self.loss) / self.steps if self.steps else math.nan, self.steps)
+        kept = self.memory if self.method.local.keep_optimizer else {}
+        kept = {name: value.contiguous() for name, value in kept.items()}
+        return Result(state, float(self.loss) / self.steps if self.steps else math.nan, self.steps, kept)
 
     def _step(self, phase: Phase, moves: list[Move], batch: Batch) -> None:
         signals.check()
+        lr = self._rate()
         for i, move in enumerate(moves):
             update = move(self.state, batch, phase, eager_gradient)
             with torch.no_grad():
-                self.sgd.apply(update, self.state, self.velocity)
+                self.step.prepare(update.grads, self.state, self.memory)
+                self.step.apply(lr, update, self.state, self.memory)
             if i == 0:
                 self.loss += update.loss
         self.steps += 1
         self.scalars["step"].add_(1)
+
+    def _rate(self) -> float:
+        """The learning rate of the next step."""
+        local = self.method.local
+        if local.schedule is None:
+            return local.lr
+        rate = local.rate(self.round, int(self.scalars["epoch"]), self.steps, self._all_steps)
+        self.scalars["lr"].fill_(rate)
+        return rate
+
+    @cached_property
+    def _all_steps(self) -> int:
+        return steps_of(self.method, self.schedule.size)
 
     def _epoch(self, left: int) -> Iterator[Batch]:
         local, schedule = self.method.local, self.schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning import signals
-from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left
+from fl_lightning.engine.base import Engine, epochs_of, moves_of, steps_left, steps_of
 from fl_lightning.engine.contract import Batch, Job, LocalMethod, Move, Phase, Result, Update
 from fl_lightning.engine.gradient import functional_gradient
-from fl_lightning.engine.local import LocalSGD
+from fl_lightning.engine.local import LocalStep
 from fl_lightning.engine.memory import keep_memory
 from fl_lightning.engine.schedule import ClientSchedule, StackSamples, batch_sizes, epoch_noise, scalars
 from fl_lightning.federation import Federation
 from fl_lightning.layout import StackLayout
+from fl_lightning.local_optim import Rate
 from fl_lightning.wire import State
 
 
@@ -37,17 +39,17 @@ class Part:
         self.often = often
         #: Views of the stack's tensors.
         self.state: State = {}
-        self.velocity: State = {}
+        self.memory: State = {}
         self.scalars: State = {}
         #: Of the steps that it took.
         self.losses: list[Tensor] = []
         #: What an engine prepares for the state as it lies in memory, by the position of the move.
         self.prepared: dict[int, Any] = {}
 
-    def look(self, state: State, velocity: State) -> None:
+    def look(self, state: State, memory: State) -> None:
         """Take views of the stack's tensors, which lie elsewhere than before."""
         self.state = {name: value[self.rows] for name, value in state.items()}
-        self.velocity = {name: value[self.rows] for name, value in velocity.items()}
+        self.memory = {name: value[self.rows] for name, value in memory.items()}
         self.prepared = {}
 
 
@@ -109,18 +111,26 @@ class _Stack:
         self.full = [full for full, _ in counts]
         self.rest = [rest for _, rest in counts]
         self.state = {name: _stack([job.state[name] for job in jobs]) for name in jobs[0].state}
-        self.velocity: State = {}
+        self.step = LocalStep(method.local, (len(jobs),))
+        self.memory = self._remembered(jobs)
         self.owned: set[str] = set()
         self.parts: dict[tuple[int, int, int], Part] = {}
         self.often: dict[tuple[int, int], int] = {}
-        self.sgd = LocalSGD(method.local)
         self.round, self.dtype = round, method.compute_dtype
         size = torch.tensor(sizes, device=federation.device)
-        self.scalars = scalars(size, round, method.compute_dtype)
+        self.scalars = scalars(size, round, method.compute_dtype, method.local.schedule is not None)
         self.loss = torch.zeros_like(size, dtype=torch.float64)
         self.steps = [0] * len(jobs)
         again = sum(phase.epochs for phase in method.phases()) > 1
         self.samples = StackSamples(federation, self.schedules, self.dtype, again)
+
+    def _remembered(self, jobs: list[Job]) -> State:
+        """What the clients' optimizers remember, of all that one of them remembers."""
+        names = {name: value for job in jobs for name, value in job.optimizer.items()}
+        return {
+            name: torch.stack([job.optimizer.get(name, torch.zeros_like(like)) for job in jobs])
+            for name, like in names.items()
+        }
 
     @torch.no_grad()  # moves differentiate for themselves
     def train(self) -> list[Result]:
@@ -131,7 +141,7 @@ class _Stack:
             others = [self.engine.mapped(move, moves.index(move), phase) for move in moves]
             before = list(self.steps)
             self.parts = {}
-            self._own(phase.trainable)
+            self._own(phase.trainable, phase.trainable)
             for epoch in range(epochs):
                 taken = [now - then for now, then in zip(self.steps, before, strict=True)]
                 left = [steps_left(phase, steps, self.max_steps) for steps in taken]
@@ -147,8 +157,14 @@ class _Stack:
             for part in self.parts.values():
                 self.loss[part.rows] += torch.stack(part.losses).sum(0, dtype=self.loss.dtype)
         sums = self.loss.tolist()
+        kept = self.memory if self.method.local.keep_optimizer else {}
         return [
-            Result({n: value[k] for n, value in self.state.items()}, sums[k] / steps if steps else math.nan, steps)
+            Result(
+                {n: value[k] for n, value in self.state.items()},
+                sums[k] / steps if steps else math.nan,
+                steps,
+                {n: value[k] for n, value in kept.items()},
+            )
             for k, steps in enumerate(self.steps)
         ]
 
@@ -162,33 +178,55 @@ class _Stack:
         key = (start, stop, width)
         if key not in self.parts:
             part = self.parts[key] = Part(start, stop, self.often.get((stop - start, width), 0))
-            part.look(self.state, self.velocity)
+            part.look(self.state, self.memory)
             part.scalars = {name: value[start:stop] for name, value in self.scalars.items()}
         return self.parts[key]
 
-    def _own(self, names: Iterable[str]) -> None:
-        """Let the stack have copies of its own, and momentum, of entries that are about to be written to."""
+    def _own(self, names: Iterable[str], stepped: Iterable[str]) -> None:
+        """Let the stack have copies of its own of entries that are about to be written to, and memory of those stepped.
+
+        Args:
+            names: the entries.
+            stepped: those of them that the optimizer steps.
+        """
         new = [name for name in names if name not in self.owned]
         for name in new:
             self.owned.add(name)
             self.state[name] = self.state[name].contiguous()
-            if self.sgd.local.momentum:
-                self.velocity[name] = torch.zeros_like(self.state[name])
-        if new:
+        if self.step.prepare(stepped, self.state, self.memory) or new:
             for part in self.parts.values():
-                part.look(self.state, self.velocity)
+                part.look(self.state, self.memory)
 
     def _step(self, moves: list[MappedMove], part: Part, batch: Batch) -> None:
         signals.check()
+        lr = self._rate(part.rows)
         for i, move in enumerate(moves):
             update = move(part, batch)
-            self._own((*update.grads, *update.replace, *update.add))
-            self.sgd.apply(update, part.state, part.velocity)
+            self._own((*update.grads, *update.replace, *update.add), update.grads)
+            self.step.apply(lr, update, part.state, part.memory)
             if i == 0:
                 part.losses.append(update.loss)
         part.scalars["step"].add_(1)
         for k in range(part.rows.start, part.rows.stop):
             self.steps[k] += 1
+
+    def _rate(self, rows: slice) -> Rate:
+        """The learning rate of the next step: one for all, or one for each client of a part."""
+        local = self.method.local
+        if local.schedule is None:
+            return local.lr
+        epochs, clients = self.scalars["epoch"][rows].tolist(), range(rows.start, rows.stop)
+        rates = [
+            local.rate(self.round, int(epoch), self.steps[k], self._all_steps[k])
+            for k, epoch in zip(clients, epochs, strict=True)
+        ]
+        all_rates = torch.tensor(rates, dtype=torch.float64, device=self.loss.device)
+        self.scalars["lr"][rows] = all_rates.to(self.dtype)
+        return rates[0] if len(set(rates)) == 1 else all_rates
+
+    @cached_property
+    def _all_steps(self) -> list[int]:
+        return [steps_of(self.method, schedule.size) for schedule in self.schedules]
 
     def _epoch(self, done: int, left: list[int]) -> Iterator[tuple[Part, Batch]]:
         """Parts of the stack and their batches, as the class doc says.

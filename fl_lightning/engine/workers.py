@@ -104,9 +104,9 @@ class WorkerEngine(Engine):
         # Jobs come by falling size, so dealing them out in turn gives every worker about as much to do.
         shares = [list(range(i, len(jobs), self.workers)) for i in range(min(self.workers, len(jobs)))]
         # One piece of memory for all, and for all rounds: the model that clients share is copied once.
-        layouts, self._memory = _pack([job.state for job in jobs], self._memory)
+        layouts, self._memory = _pack([s for job in jobs for s in (job.state, job.optimizer)], self._memory)
         for worker, share in zip(self._pool, shares, strict=False):
-            clients, own = [jobs[i].client for i in share], [layouts[i] for i in share]
+            clients, own = [jobs[i].client for i in share], [layouts[2 * i + k] for i in share for k in (0, 1)]
             settings = (method.local, method.seed, list(method.phases()), _Precision.current(), round, max_steps)
             worker.begin(_Task(*settings, clients, own, self._memory))
         results: dict[int, Result] = {}
@@ -146,7 +146,7 @@ class _Precision(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Clients to train, and the tensors that they start from in one piece of memory."""
+    """Clients to train, and the tensors that they start from in one piece of memory: state, optimizer, state, ..."""
 
     local: LocalTraining
     seed: int
@@ -252,8 +252,11 @@ class _Worker:
         if isinstance(answer, _Failure):
             raise answer.error from _WorkerError(answer.trace)
         layouts, memory, losses, steps = answer
-        states = _unpack(layouts, memory)
-        return [Result(state, loss, count) for state, loss, count in zip(states, losses, steps, strict=True)]
+        found = _unpack(layouts, memory)
+        return [
+            Result(state, loss, count, kept)
+            for state, kept, loss, count in zip(found[::2], found[1::2], losses, steps, strict=True)
+        ]
 
     def _check_started(self) -> None:
         """Tell a process that was killed from one that never came to work: it ended by an error of its own."""
@@ -345,11 +348,12 @@ def _work(connection: Connection, beat: Any, method: Any, federation: Federation
         while True:
             task: _Task = connection.recv()
             method.local, method.seed, method.phases = task.local, task.seed, partial(list, task.phases)
-            jobs = [Job(c, state) for c, state in zip(task.clients, _unpack(task.layouts, task.memory), strict=True)]
+            found = _unpack(task.layouts, task.memory)
+            jobs = [Job(*own) for own in zip(task.clients, found[::2], found[1::2], strict=True)]
             try:
                 with task.precision.applied():
                     results = trainer.train(method, federation, jobs, task.round, task.max_steps)
-                layouts, memory = _pack([result.state for result in results])
+                layouts, memory = _pack([s for result in results for s in (result.state, result.optimizer)])
                 connection.send((layouts, memory, [r.loss for r in results], [r.steps for r in results]))
             except Exception as error:  # whatever it is, the run's own process is where it belongs
                 connection.send(_Failure(_sendable(error), traceback.format_exc()))

@@ -73,7 +73,7 @@ class APFL(FederatedModule):
         """One step of w, one of v_i and one of the mixing weight."""
         update, at_mixed = self.both(state, batch, phase, gradient)
         slope = sum(((state[OWN + n] - state[n]) * at_mixed[MIXED + n]).sum() for n in phase.trainable)
-        moved = (state[ALPHA] - self.local.lr * (slope + self.alpha_reg * state[ALPHA])).clamp(0, 1)
+        moved = (state[ALPHA] - self.rate(batch) * (slope + self.alpha_reg * state[ALPHA])).clamp(0, 1)
         return update._replace(replace={**update.replace, ALPHA: moved})
 
     def both(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> tuple[Update, State]:

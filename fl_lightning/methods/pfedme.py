@@ -44,6 +44,8 @@ class PFedMe(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
+    plain_sgd = "moves w towards theta by lr * lam of the way"
+
     def __init__(
         self,
         net: FedNet,

@@ -40,6 +40,8 @@ class QFFL(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``lr`` must be positive.
     """
 
+    plain_sgd = "estimates the Lipschitz constant as 1 / lr"
+
     aggregates_by_mean = False  # the clients' losses decide the weights
 
     def __init__(self, net: FedNet, q: float = 0.001, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:

@@ -39,6 +39,8 @@ class SCAFFOLD(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`; a server SGD with another learning rate is eta_g.
     """
 
+    plain_sgd = "takes a client's change for the sum of its corrected gradients"
+
     def __init__(self, net: FedNet, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:
         super().__init__(net, weighting=weighting, **kwargs)
         if weighting != "uniform":

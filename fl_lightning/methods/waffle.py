@@ -178,11 +178,11 @@ class WAFFLe(FactorizedModule):
         ]
         return self.kl_weight / batch.scalars["samples"] * torch.stack(terms).sum()  # type: ignore[arg-type]
 
-    def own_step(self, name: str, value: Tensor, gradient: Tensor) -> Tensor:
+    def own_step(self, name: str, value: Tensor, gradient: Tensor, lr: float | Tensor) -> Tensor:
         """Logits take larger steps than c and d, within their bound."""
         if not name.endswith(".logits"):
-            return value - self.local.lr * gradient
-        moved = value - self.local.lr * self.vi_lr_mult * gradient
+            return value - lr * gradient
+        moved = value - lr * self.vi_lr_mult * gradient
         return moved.clamp(-self.logit_bound, self.logit_bound)
 
     # client: the round

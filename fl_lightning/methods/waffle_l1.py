@@ -72,9 +72,9 @@ class WAFFLeL1(FactorizedModule):
         norm = torch.stack([state[f"{layer}.scores"].abs().sum() for layer in self.factors]).sum()
         return self.omega / batch.scalars["samples"] * norm
 
-    def own_step(self, name: str, value: Tensor, gradient: Tensor) -> Tensor:
+    def own_step(self, name: str, value: Tensor, gradient: Tensor, lr: float | Tensor) -> Tensor:
         """One SGD step with the scores' learning rate."""
-        return value - self.local.lr * self.score_lr_mult * gradient
+        return value - lr * self.score_lr_mult * gradient
 
     def selection(self, own: State, rng: np.random.Generator) -> Tensor:
         """The scores as they are."""

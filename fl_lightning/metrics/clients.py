@@ -10,24 +10,26 @@ from torch import Tensor
 from torchmetrics import Metric
 
 
-def worst_tenth(scores: Tensor) -> Tensor:
-    """Mean of the lowest tenth of the scores, at least one.
+def worst_tenth(scores: Tensor, higher_is_better: bool = True) -> Tensor:
+    """Mean of the worst tenth of the scores, at least one.
 
     Args:
         scores: one score per client, shape (clients,).
+        higher_is_better: whether the lowest scores are the worst.
 
     Example:
         >>> worst_tenth(torch.arange(1.0, 21.0))
         tensor(1.5000)
     """
-    return scores.sort().values[: math.ceil(len(scores) / 10)].mean()
+    return scores.sort(descending=not higher_is_better).values[: math.ceil(len(scores) / 10)].mean()
 
 
-def client_summary(scores: Tensor) -> dict[str, Tensor]:
+def client_summary(scores: Tensor, higher_is_better: bool = True) -> dict[str, Tensor]:
     """Mean, standard deviation over clients (population) and worst tenth of per-client scores.
 
     Args:
         scores: one score per client, shape (clients,); clients that were not scored are NaN and left out.
+        higher_is_better: whether the lowest scores are the worst.
 
     Example:
         >>> {k: round(float(v), 2) for k, v in client_summary(torch.tensor([0.5, 1.0, float("nan")])).items()}
@@ -37,7 +39,7 @@ def client_summary(scores: Tensor) -> dict[str, Tensor]:
     if not len(scored):
         nan = torch.tensor(float("nan"))
         return {"mean": nan, "std": nan, "worst10": nan}
-    return {"mean": scored.mean(), "std": scored.std(correction=0), "worst10": worst_tenth(scored)}
+    return {"mean": scored.mean(), "std": scored.std(correction=0), "worst10": worst_tenth(scored, higher_is_better)}
 
 
 class ClientAccuracy(Metric):

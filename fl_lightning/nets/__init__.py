@@ -1,6 +1,7 @@
 """Networks, one file per family; the last fully connected layer is called ``head`` in all of them."""
 
-from fl_lightning.nets.base import FedNet, LossNet
+from fl_lightning.nets.adapters import LoRA, LoRALinear, adapters, freeze, load_weights, lora
+from fl_lightning.nets.base import Asked, FedNet, LossNet
 from fl_lightning.nets.cifar import DenseNet121, MobileNetV2, ResNet18
 from fl_lightning.nets.cnn import CNNCifar, CNNFashion
 from fl_lightning.nets.convert import group_count, group_norm, replace_modules
@@ -16,7 +17,10 @@ from fl_lightning.nets.factorized import (
 from fl_lightning.nets.lenet import LeNet5, LeNet5Cifar, LeNet5Classic, LeNetBN, WideLeNet
 from fl_lightning.nets.lstm import BiLSTM
 from fl_lightning.nets.mlp import MLP
+from fl_lightning.nets.tabular import EmbeddingBagNet, as_codes
 from fl_lightning.nets.thin_resnet import ResNet20, ResNet32, ResNet44, ResNet56
+from fl_lightning.nets.transformer import TransformerDecoder, TransformerEncoder, ViTTiny
+from fl_lightning.nets.unet import UNet
 
 #: The papers' names of the networks; each class without arguments is the network of that name.
 NETS: dict[str, type[FedNet]] = {
@@ -45,12 +49,14 @@ __all__ = [
     "DLA",
     "MLP",
     "NETS",
+    "Asked",
     "BiLSTM",
     "CNNCifar",
     "CNNFashion",
     "DLASimple",
     "DLATiny",
     "DenseNet121",
+    "EmbeddingBagNet",
     "FactorizedConv2d",
     "FactorizedLayer",
     "FactorizedLinear",
@@ -59,6 +65,8 @@ __all__ = [
     "LeNet5Cifar",
     "LeNet5Classic",
     "LeNetBN",
+    "LoRA",
+    "LoRALinear",
     "LossNet",
     "MobileNetV2",
     "ResNet18",
@@ -67,11 +75,20 @@ __all__ = [
     "ResNet44",
     "ResNet56",
     "StreamDropout",
+    "TransformerDecoder",
+    "TransformerEncoder",
+    "UNet",
+    "ViTTiny",
     "WideLeNet",
+    "adapters",
+    "as_codes",
     "factorize",
     "factorized_layers",
+    "freeze",
     "group_count",
     "group_norm",
+    "load_weights",
+    "lora",
     "noise_shapes",
     "replace_modules",
     "stream_dropout",

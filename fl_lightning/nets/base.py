@@ -7,9 +7,9 @@ import numbers
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.errors import FederationError
 from fl_lightning.nets.units import Units
@@ -87,9 +87,21 @@ class FedNet(nn.Module):
 class LossNet(nn.Module):
     """A network that brings its own loss: called with a pair (inputs, labels) it returns the loss of the batch.
 
-    Called with inputs alone it returns scores, as every network. Methods ask it for the loss instead of taking the
-    cross entropy of its scores.
+    Called with inputs alone it returns scores, as every network. Methods ask it for the loss instead of taking that of
+    the task. Called with :class:`Asked` it returns what it logs of a client's samples.
     """
+
+    def logs(self, split: str) -> bool:
+        """Whether it logs something of a client's samples of a split, ``val`` or ``test``. Default: no."""
+        return False
+
+
+class Asked(NamedTuple):
+    """All samples that a client is evaluated on: inputs and targets of shape (n, ...), and of which split they are."""
+
+    inputs: Tensor
+    targets: Tensor
+    split: str
 
 
 def _class_path(kind: type) -> str:

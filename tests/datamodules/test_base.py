@@ -253,10 +253,9 @@ def test_own_tensors_that_do_not_fit(tensors: tuple[Tensor, Tensor]) -> None:
     with pytest.raises(FederationError, match="59 inputs and 60 targets"):
         TensorFederation(tensors[0][:59], tensors[1])
     x, y = tensors
-    for targets in (y + 0.5, torch.nn.functional.one_hot(y)):
-        with pytest.raises(FederationError, match="one whole number for each sample"):
-            TensorFederation(x, targets)
-    assert TensorFederation(x, y.float()).num_classes == TensorFederation(x, y).num_classes
+    for targets in (y + 0.5, torch.nn.functional.one_hot(y).float()):  # numbers are no classes
+        assert TensorFederation(x, targets).num_classes == 0
+    assert torch.equal(TensorFederation(x, y.float(), num_classes=3).federation.targets, y)
 
 
 @pytest.mark.parametrize(

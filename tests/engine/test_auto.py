@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fl_lightning.engine import auto
+from fl_lightning.engine import auto, make_engine
+from fl_lightning.engine.auto import Probe
 from fl_lightning.engine.contract import Job, Phase, Result
+from fl_lightning.local_optim import Adam
 from fl_lightning.methods import FedAvg
-from tests.support import Idle, blobs, fit, mlp
+from fl_lightning.nets import LeNetBN
+from tests.support import CLASSES, Idle, blobs, fit, mlp
 
 
 class _Clock:
@@ -121,3 +125,17 @@ def test_nothing_is_traced_where_stacking_is_hopeless(monkeypatch: pytest.Monkey
     fit(method, blobs(), rounds=1)
     assert method.engine.choice == "sequential"
     assert "stacked steps are long" in method.engine.reason  # type: ignore[attr-defined]
+
+
+def test_rounding_that_an_optimizer_blows_up_refuses_no_engine() -> None:
+    """A bias before a normalisation has no gradient but rounding, of which Adam makes whole steps."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        method = FedAvg(LeNetBN(num_classes=CLASSES), batch_size=8, seed=0)
+    method.local = replace(method.local, optimizer="Adam", lr=0.01)
+    federation = blobs(shape=(1, 28, 28)).federation
+    jobs = [Job(client, method.server_state()) for client in range(2)]
+    sequential, stacked = (Probe(make_engine(name), method, federation, jobs, 0) for name in ("sequential", "stacked"))
+    assert auto.disagreement(sequential.run(), stacked.run()) > auto.TOLERANCE[torch.float32]
+    assert stacked.refusal(sequential.plain().run()) == ""
+    assert method.local.rule == Adam()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fl_lightning.engine.contract import Product
 from fl_lightning.engine.graph import Lean, lean
+from fl_lightning.local_optim import Product
 
 
 def made_lean(step: Callable[..., list[Tensor]], *inputs: Tensor, states: int, changes: dict[int, int]) -> Lean:

@@ -112,8 +112,8 @@ class FactorizedModule(FederatedModule, ABC):
         """The mask that a client with these own entries of a layer is evaluated with."""
 
     @abstractmethod
-    def own_step(self, name: str, value: Tensor, gradient: Tensor) -> Tensor:
-        """An own entry after one SGD step."""
+    def own_step(self, name: str, value: Tensor, gradient: Tensor, lr: float | Tensor) -> Tensor:
+        """An own entry after one SGD step at a learning rate."""
 
     def unfitted_masks(self, counts: Mapping[str, int]) -> State:
         """Masks for clients that never trained and are not adapted. Default: every factor is used."""
@@ -180,7 +180,8 @@ class FactorizedModule(FederatedModule, ABC):
         own = set(self.own_names).intersection(phase.trainable)
         objective = self.client_loss if own else self.selected_loss
         grads, loss, buffers = gradient(lambda s: objective(s, batch), state, phase.trainable)
-        steps = {name: self.own_step(name, state[name], grads.pop(name)) for name in phase.trainable if name in own}
+        lr, chosen = self.rate(batch), [name for name in phase.trainable if name in own]
+        steps = {name: self.own_step(name, state[name], grads.pop(name), lr) for name in chosen}
         return Update(loss, grads, {**buffers, **steps})
 
     def leave(self, state: State, received: State, me: Me) -> Reply:

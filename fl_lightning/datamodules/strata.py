@@ -1,0 +1,79 @@
+"""Classes by which samples are dealt where their targets are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+
+#: Bins of a target that is a number, each with as many samples as the others.
+BINS = 10
+
+
+def is_classes(targets: Tensor) -> bool:
+    """Whether targets are one whole number for each sample."""
+    if targets.dim() != 1:
+        return False
+    return not targets.is_floating_point() and int(targets.min()) >= 0
+
+
+def strata_of(targets: Tensor, num_classes: int = 0) -> Tensor | None:
+    """A class for every sample, made of its target; None if there is no obvious one.
+
+    Numbers fall into ten bins of as many samples each. A mask has the class that most of its pixels have, background
+    (class 0) aside.
+
+    Args:
+        targets: of all samples, shape (n, ...).
+        num_classes: classes of masks; one more than the greatest unless given.
+
+    Example:
+        >>> strata_of(torch.tensor([0.3, 7.0, 0.1, 2.0])).tolist()
+        [1, 3, 0, 2]
+        >>> strata_of(torch.tensor([[0, 0, 2], [0, 0, 0], [1, 1, 2]])).tolist()
+        [2, 0, 1]
+    """
+    flat = targets.squeeze(1) if targets.dim() == 2 and targets.shape[1] == 1 else targets
+    if flat.is_floating_point():
+        return _bins(flat) if flat.dim() == 1 else None
+    if flat.dim() == 1:
+        return flat.long() if is_classes(flat) else _bins(flat.double())
+    if int(flat.min()) < 0 or (int(flat.max()) <= 1 and flat.dim() == 2):  # several labels of 0 and 1
+        return None
+    pixels = flat.flatten(1).long()
+    counts = torch.zeros(len(pixels), max(num_classes, int(pixels.max()) + 1), dtype=torch.int64)
+    counts.scatter_add_(1, pixels, torch.ones_like(pixels))
+    counts[:, 0] = 0
+    return counts.argmax(1)
+
+
+def given_strata(strata: Any, samples: int) -> Tensor:
+    """A column to deal by, as numbers of classes.
+
+    Example:
+        >>> given_strata(["b", "a", "b"], 3).tolist()
+        [1, 0, 1]
+    """
+    values = strata.cpu().numpy() if isinstance(strata, Tensor) else np.asarray(strata)
+    if values.shape != (samples,):
+        raise FederationError(
+            f"stratify must have one value for each of the {samples} samples, not the shape {values.shape}."
+        )
+    if values.dtype.kind == "f":
+        found = _bins(torch.from_numpy(values.astype(np.float64)))
+    else:
+        found = torch.from_numpy(np.unique(values, return_inverse=True)[1].astype(np.int64))
+    return found
+
+
+def _bins(values: Tensor) -> Tensor:
+    """Bins of about as many samples each; equal numbers are in one bin."""
+    if not bool(torch.isfinite(values).all()):
+        raise FederationError("Targets must be finite: leave samples without a target out.")
+    number = min(BINS, len(values))
+    edges = torch.quantile(values.double(), torch.arange(1, number).double() / number)
+    return torch.bucketize(values.double(), edges)

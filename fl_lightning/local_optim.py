@@ -1,0 +1,414 @@
+"""Optimizers of clients: one step on a dict of named tensors, in place, for one client or for a stack of them.
+
+The updates are those of ``torch.optim``. They are elementwise but for the number of steps a client has taken, which is
+a tensor with one number per client, so that clients of a stack may be at different steps. They work in place because a
+fresh copy of the weights at every step costs more than the step itself (page faults).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import FederationError
+from fl_lightning.wire import State
+
+
+class Product(NamedTuple):
+    """A stack of changes that are matrix products, not multiplied out, and what is to be added to them.
+
+    It stands for ``scale * left @ right + own * entry + sum(factor * tensor)`` where ``entry`` is what it is a change
+    of. Only engines make them: SGD multiplies them straight into the weights, which spares writing gradients and
+    reading them again.
+    """
+
+    left: Tensor
+    """Shape (K, m, n)."""
+    right: Tensor
+    """Shape (K, n, p)."""
+    scale: float = 1.0
+    own: float = 0.0
+    rest: Sequence[tuple[float, Tensor]] = ()
+
+    def add_to(self, entry: Tensor, alpha: float, beta: float = 1.0, own: bool = True) -> None:
+        """``entry = beta * entry + alpha * product``, in place; ``own`` false says that ``entry`` is not its entry."""
+        if own:
+            beta += alpha * self.own
+        entry.baddbmm_(self.left, self.right, beta=beta, alpha=alpha * self.scale)
+        for factor, tensor in self.rest:
+            entry.add_(tensor, alpha=alpha * factor)
+
+    def dense(self, entry: Tensor) -> Tensor:
+        """The change of ``entry``, multiplied out."""
+        change = torch.bmm(self.left, self.right).mul_(self.scale)
+        for factor, tensor in ((self.own, entry), *self.rest):
+            if factor:
+                change.add_(tensor, alpha=factor)
+        return change
+
+
+#: Gradients by name, some of which may not be multiplied out yet.
+Grads = Mapping[str, Tensor | Product]
+#: A learning rate: one for all clients, or a tensor with one for each client of a stack.
+Rate = float | Tensor
+
+
+@dataclass(frozen=True)
+class LocalOptimizer(ABC):
+    """The rule by which clients step; the learning rate comes from outside.
+
+    What it remembers of an entry lies in a dict of tensors under ``<slot>.<entry>``. A subclass is a frozen dataclass
+    whose fields are its options, under the names that ``torch.optim`` gives them.
+    """
+
+    @abstractmethod
+    def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
+        """What is remembered of an entry that never took a step.
+
+        Args:
+            name: its name.
+            entry: its value.
+            clients: ``(K,)`` for a stack of K clients, ``()`` for one client.
+        """
+
+    @abstractmethod
+    def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
+        """One step, in place; autograd must be off.
+
+        Args:
+            lr: learning rate.
+            grads: gradients of the entries to step.
+            state: the entries.
+            memory: what :meth:`fresh` gave for them.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """Class path and options in plain values, from which :func:`made` makes the same again."""
+        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": asdict(self)}
+
+    def _check(self, **least: float) -> None:
+        """Refuse options below their least values."""
+        for name, bound in least.items():
+            if not getattr(self, name) >= bound:
+                raise FederationError(
+                    f"{type(self).__name__} needs {name} to be {bound:g} or more, not {getattr(self, name)}."
+                )
+
+
+@dataclass(frozen=True)
+class SGD(LocalOptimizer):
+    """Stochastic gradient descent as ``torch.optim.SGD``.
+
+    Args:
+        momentum: momentum.
+        weight_decay: L2 penalty.
+        nesterov: whether the gradient is looked up ahead, which needs momentum.
+    """
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(weight_decay=0)
+        if not 0 <= self.momentum < 1:
+            raise FederationError(f"momentum must lie in [0, 1), not {self.momentum}.")
+        if self.nesterov and not self.momentum:
+            raise FederationError("nesterov=True needs a momentum greater than 0, such as momentum=0.9.")
+
+    def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
+        """The velocity."""
+        return {f"velocity.{name}": torch.zeros_like(entry)} if self.momentum else {}
+
+    def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
+        """One step; products are multiplied straight into what they are added to."""
+        if isinstance(lr, Tensor):  # products take one rate for all clients
+            grads = multiplied_out(grads, state)
+        whole = {name: grad for name, grad in grads.items() if isinstance(grad, Tensor)}
+        for name, grad in grads.items():
+            if isinstance(grad, Product):
+                assert isinstance(lr, float | int)
+                self._step_product(lr, grad, state[name], memory.get(f"velocity.{name}"))
+        if not whole:
+            return
+        params, steps = [state[name] for name in whole], list(whole.values())
+        if self.weight_decay:
+            steps = list(torch._foreach_add(steps, params, alpha=self.weight_decay))
+        if self.momentum:
+            moving = [memory[f"velocity.{name}"] for name in whole]
+            torch._foreach_mul_(moving, self.momentum)
+            torch._foreach_add_(moving, steps)
+            steps = list(torch._foreach_add(steps, moving, alpha=self.momentum)) if self.nesterov else moving
+        if isinstance(lr, Tensor):
+            torch._foreach_addcmul_(params, steps, [by_client(lr, p).expand_as(p) for p in params], value=-1)
+        else:
+            torch._foreach_add_(params, steps, alpha=-lr)
+
+    def _step_product(self, lr: float, product: Product, entry: Tensor, velocity: Tensor | None) -> None:
+        decay, momentum = self.weight_decay, self.momentum
+        if velocity is not None:
+            product.add_to(velocity, 1.0, beta=momentum, own=False)
+            if decay or product.own:
+                velocity.add_(entry, alpha=decay + product.own)
+        if velocity is None or self.nesterov:
+            product.add_to(entry, -lr, beta=1 - lr * decay)
+        if velocity is not None:
+            entry.add_(velocity, alpha=-lr * (momentum if self.nesterov else 1.0))
+
+
+@dataclass(frozen=True)
+class Adam(LocalOptimizer):
+    """Adam as ``torch.optim.Adam``.
+
+    Args:
+        betas: decay of the first and of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check(eps=0, weight_decay=0)
+        object.__setattr__(self, "betas", tuple(self.betas))  # a list, from a configuration file
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise FederationError(f"betas must be two numbers in [0, 1), not {self.betas}.")
+
+    def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
+        """Both moments and the number of steps."""
+        steps = torch.zeros(clients, dtype=torch.int64, device=entry.device)
+        moments = {f"{slot}.{name}": torch.zeros_like(entry) for slot in ("first", "second")}
+        return moments | {f"steps.{name}": steps}
+
+    def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
+        """One step; every client's moments are corrected for the steps that it has taken."""
+        whole = multiplied_out(grads, state)
+        params, steps = [state[name] for name in whole], list(whole.values())
+        steps = self._decayed(lr, params, steps)
+        first, second, counts = ([memory[f"{slot}.{n}"] for n in whole] for slot in ("first", "second", "steps"))
+        beta1, beta2 = self.betas
+        torch._foreach_lerp_(first, steps, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, steps, steps, 1 - beta2)
+        torch._foreach_add_(counts, 1)
+        taken = torch.stack(counts).double()
+        of_first, of_second = 1 - torch.pow(beta1, taken), (1 - torch.pow(beta2, taken)).sqrt()
+        roots = list(torch._foreach_sqrt(second))
+        torch._foreach_mul_(roots, _by_entry(of_first / of_second, params))
+        torch._foreach_add_(roots, _by_entry(of_first * self.eps, params))
+        _divide(lr, params, first, roots)
+
+    def _decayed(self, lr: Rate, params: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
+        """The gradients with the penalty's."""
+        return list(torch._foreach_add(steps, params, alpha=self.weight_decay)) if self.weight_decay else steps
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay as ``torch.optim.AdamW``.
+
+    Args:
+        betas: decay of the first and of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weights, times the learning rate, that every step takes off.
+    """
+
+    weight_decay: float = 0.01
+
+    def _decayed(self, lr: Rate, params: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
+        """The gradients as they are, once the weights are smaller."""
+        if self.weight_decay and isinstance(lr, Tensor):
+            torch._foreach_mul_(params, [by_client(1 - lr * self.weight_decay, p) for p in params])
+        elif self.weight_decay:
+            torch._foreach_mul_(params, 1 - lr * self.weight_decay)
+        return steps
+
+
+@dataclass(frozen=True)
+class RMSprop(LocalOptimizer):
+    """RMSprop as ``torch.optim.RMSprop``.
+
+    Args:
+        alpha: decay of the second moment.
+        eps: added to its root.
+        weight_decay: L2 penalty.
+        momentum: momentum.
+        centered: whether the second moment is that about the mean.
+    """
+
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(alpha=0, eps=0, weight_decay=0, momentum=0)
+
+    def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
+        """The second moment, and what else the options need."""
+        slots = ["second", *["first"] * self.centered, *["velocity"] * bool(self.momentum)]
+        return {f"{slot}.{name}": torch.zeros_like(entry) for slot in slots}
+
+    def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
+        """One step."""
+        whole = multiplied_out(grads, state)
+        params, steps = [state[name] for name in whole], list(whole.values())
+        if self.weight_decay:
+            steps = list(torch._foreach_add(steps, params, alpha=self.weight_decay))
+        second = roots = [memory[f"second.{name}"] for name in whole]
+        torch._foreach_mul_(second, self.alpha)
+        torch._foreach_addcmul_(second, steps, steps, 1 - self.alpha)
+        if self.centered:
+            first = [memory[f"first.{name}"] for name in whole]
+            torch._foreach_lerp_(first, steps, 1 - self.alpha)
+            roots = list(torch._foreach_addcmul(second, first, first, -1))
+        roots = list(torch._foreach_sqrt(roots))
+        torch._foreach_add_(roots, self.eps)
+        if self.momentum:
+            moving = [memory[f"velocity.{name}"] for name in whole]
+            torch._foreach_mul_(moving, self.momentum)
+            torch._foreach_addcdiv_(moving, steps, roots)
+            steps, roots = moving, [torch.ones_like(root) for root in roots]
+        _divide(lr, params, steps, roots)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Entries that step alike.
+
+    Args:
+        names: of the entries; those of a method's own copies of them end in these names.
+        optimizer: how they step.
+        factor: what their learning rate is multiplied by.
+    """
+
+    names: tuple[str, ...]
+    optimizer: LocalOptimizer
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Groups(LocalOptimizer):
+    """Entries in groups, each with options and a learning rate of its own, as parameter groups of ``torch.optim``.
+
+    Args:
+        groups: the groups.
+    """
+
+    groups: tuple[Group, ...]
+    _found: dict[str, Group] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def group(self, name: str) -> Group:
+        """The group of an entry."""
+        if name not in self._found:
+            matches = (g for g in self.groups if any(f".{name}".endswith(f".{own}") for own in g.names))
+            found = next(matches, None)
+            if found is None:
+                raise FederationError(f"No group of the local optimizer has {name}: name it in one of them.")
+            self._found[name] = found
+        return self._found[name]
+
+    def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
+        """What the entry's group remembers of it."""
+        return self.group(name).optimizer.fresh(name, entry, clients)
+
+    def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
+        """One step of every group."""
+        for group in self.groups:
+            own = {name: grad for name, grad in grads.items() if self.group(name) is group}
+            if own:
+                group.optimizer.step(lr * group.factor, own, state, memory)
+
+    def describe(self) -> dict[str, Any]:
+        """The groups in plain values."""
+        groups = [
+            {"names": list(g.names), "optimizer": g.optimizer.describe(), "factor": g.factor} for g in self.groups
+        ]
+        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": {"groups": groups}}
+
+
+OPTIMIZERS: dict[str, type[LocalOptimizer]] = {kind.__name__: kind for kind in (SGD, Adam, AdamW, RMSprop)}
+
+
+def made(
+    optimizer: LocalOptimizer | Mapping[str, Any] | str, momentum: float = 0.0, weight_decay: float = 0.0
+) -> LocalOptimizer:
+    """The optimizer that an option stands for.
+
+    Args:
+        optimizer: itself, its class path and arguments, or the name of its class.
+        momentum: the option of that name, for an optimizer that is named without arguments; 0 if not given.
+        weight_decay: the same.
+
+    Example:
+        >>> made("AdamW", weight_decay=0.1)
+        AdamW(betas=(0.9, 0.999), eps=1e-08, weight_decay=0.1)
+    """
+    given = {k: v for k, v in (("momentum", momentum), ("weight_decay", weight_decay)) if v}
+    if isinstance(optimizer, str):
+        return _of_class(optimizer, given)
+    if isinstance(optimizer, Mapping):
+        if not isinstance(optimizer.get("class_path"), str):
+            raise FederationError(f"A local optimizer is described by class_path and init_args, not by {optimizer!r}.")
+        optimizer = _of_class(optimizer["class_path"], dict(optimizer.get("init_args") or {}))
+    if not isinstance(optimizer, LocalOptimizer):
+        raise FederationError(
+            f"optimizer must be one of {', '.join(OPTIMIZERS)}, as a name or an object of fl_lightning.local_optim, "
+            f"not {optimizer!r}."
+        )
+    for name, value in given.items():
+        if getattr(optimizer, name, 0.0) != value:
+            raise FederationError(
+                f"{name}={value} and optimizer={optimizer} contradict each other: give {name} to one of them."
+            )
+    return optimizer
+
+
+def _of_class(name: str, options: dict[str, Any]) -> LocalOptimizer:
+    kind: Any = OPTIMIZERS.get(name)
+    if kind is None:
+        try:
+            kind = pkgutil.resolve_name(name) if "." in name else None
+        except (ImportError, AttributeError, ValueError):
+            kind = None
+    if not (isinstance(kind, type) and issubclass(kind, LocalOptimizer)):
+        raise FederationError(f"There is no local optimizer {name!r}: choose {', '.join(OPTIMIZERS)}.")
+    known = [option.name for option in fields(kind) if option.init]
+    if strange := sorted(options.keys() - set(known)):
+        raise FederationError(f"{kind.__name__} has no option {strange[0]}: it has {', '.join(known)}.")
+    if issubclass(kind, Groups):
+        groups = [g if isinstance(g, Group) else Group(**{**g, "names": tuple(g["names"])}) for g in options["groups"]]
+        return kind(tuple(Group(g.names, made(g.optimizer), g.factor) for g in groups))
+    return kind(**options)
+
+
+def multiplied_out(grads: Grads, state: State) -> State:
+    """Gradients as tensors."""
+    return {n: g.dense(state[n]) if isinstance(g, Product) else g for n, g in grads.items()}
+
+
+def by_client(values: Tensor, entry: Tensor) -> Tensor:
+    """One number per client, shaped so that it is broadcast over a stack's entry, in the entry's precision."""
+    return values.view(values.shape + (1,) * (entry.dim() - values.dim())).to(entry.dtype)
+
+
+def _by_entry(values: Tensor, entries: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of ``values``, each shaped for its entry."""
+    return [by_client(row, entry) for row, entry in zip(values.unbind(), entries, strict=True)]
+
+
+def _divide(lr: Rate, params: list[Tensor], steps: list[Tensor], by: list[Tensor]) -> None:
+    """``params -= lr * steps / by``, in place; ``by`` may be written to."""
+    if isinstance(lr, Tensor):
+        torch._foreach_div_(by, [by_client(lr, p) for p in params])
+        lr = 1.0
+    torch._foreach_addcdiv_(params, steps, by, -lr)

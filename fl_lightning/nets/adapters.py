@@ -1,0 +1,215 @@
+"""Pretrained nets of which only a part is trained: frozen layers, LoRA adapters, weights from a file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.errors import FederationError
+from fl_lightning.nets.base import FedNet
+from fl_lightning.nets.convert import Net, replace_modules
+
+
+class LoRALinear(nn.Linear):
+    """A fully connected layer that is frozen, and a trained change of low rank: W x + b + (alpha / rank) up down x.
+
+    The change is zero at first (Hu et al., LoRA, ICLR 2022, section 4.1).
+
+    Args:
+        layer: the layer; its weights are shared, not copied.
+        rank: rank of the change.
+        alpha: its scale, times the rank; None is the rank, a scale of 1.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int, alpha: float | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        for frozen in layer.parameters():
+            frozen.requires_grad_(False)
+        self.scale = 1.0 if alpha is None else alpha / rank
+        self.down = nn.Parameter(torch.empty(rank, self.in_features, dtype=layer.weight.dtype))
+        self.up = nn.Parameter(torch.zeros(self.out_features, rank, dtype=layer.weight.dtype))
+        nn.init.kaiming_uniform_(self.down, a=5**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output with the change."""
+        return F.linear(x, self.weight, self.bias) + self.scale * F.linear(F.linear(x, self.down), self.up)
+
+    def merged(self) -> nn.Linear:
+        """A plain layer that computes the same."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
+        with torch.no_grad():
+            layer.weight.copy_(self.weight + self.scale * self.up @ self.down)
+            if self.bias is not None:
+                layer.bias.copy_(self.bias)
+        return layer
+
+
+def lora(
+    net: Net,
+    rank: int = 4,
+    layers: Sequence[str] = ("*",),
+    alpha: float | None = None,
+    train: Sequence[str] = ("head",),
+) -> Net:
+    """A copy of a net of which only LoRA adapters, and what ``train`` names, are trained; names of entries stay.
+
+    Args:
+        net: any network.
+        rank: rank of the adapters.
+        layers: names of the fully connected layers that get one, with wildcards: ``blocks.*.attention.qkv``.
+        alpha: scale of the change, times the rank; None is the rank.
+        train: names of modules that are trained as they are, with wildcards; they get no adapter.
+
+    Example:
+        >>> from fl_lightning.nets import MLP
+        >>> adapted = lora(MLP(4, (8,), 2), rank=2)
+        >>> [name for name, p in adapted.named_parameters() if p.requires_grad]
+        ['fc1.down', 'fc1.up', 'head.weight']
+    """
+    if rank < 1:
+        raise FederationError(f"rank must be 1 or more, not {rank}.")
+    net = freeze(net, train)
+    chosen = {
+        module: name
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Linear) and _named(name, layers) and not _named(name, train)
+    }
+    if not chosen:
+        known = ", ".join(name for name, module in net.named_modules() if isinstance(module, nn.Linear)) or "none"
+        raise FederationError(
+            f"No fully connected layer is named {', '.join(layers)}: {type(net).__name__} has {known}."
+        )
+    adapted: Net = replace_modules(  # type: ignore[assignment]
+        net,
+        lambda module: LoRALinear(module, rank, alpha) if module in chosen else None,
+    )
+    return adapted
+
+
+def adapters(net: nn.Module) -> list[str]:
+    """Names of the entries of a net's adapters, such as for ``FedPer(net, personal=adapters(net))``.
+
+    Example:
+        >>> from fl_lightning.nets import MLP
+        >>> adapters(lora(MLP(4, (8,), 2), rank=2))
+        ['fc1.down', 'fc1.up']
+    """
+    found = [name for name, module in net.named_modules() if isinstance(module, LoRALinear)]
+    return [f"{name}.{part}".removeprefix(".") for name in found for part in ("down", "up")]
+
+
+def freeze(net: Net, train: Sequence[str] = ("head",)) -> Net:
+    """A copy of a net of which only the named modules are trained.
+
+    Args:
+        net: any network.
+        train: names of modules, with wildcards; none may be named to train nothing.
+    """
+    net = copy.deepcopy(net).requires_grad_(False)
+    for pattern in train:
+        modules = [module for name, module in net.named_modules() if name and _named(name, [pattern])]
+        if not modules and pattern != "head":
+            raise FederationError(f"{type(net).__name__} has no module {pattern}.")
+        for module in modules:
+            module.requires_grad_(True)
+    return net
+
+
+def _named(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def load_weights(net: Net, path: str | Path, strict: bool = False) -> Net:
+    """Read a net's weights from a file of torch or safetensors, in place.
+
+    A Lightning checkpoint gives those of its ``state_dict``; prefixes such as ``net.`` are taken off.
+
+    Args:
+        net: any network.
+        path: the file.
+        strict: whether every entry must be there; else those that are missing, or have another shape, stay as they are.
+    """
+    found = _read(Path(path))
+    own = net.state_dict()
+    for prefix in ("", "net.", "model.", "module."):
+        fitting = {n: found[prefix + n] for n in own if prefix + n in found and found[prefix + n].shape == own[n].shape}
+        if fitting:
+            break
+    missing = sorted(own.keys() - fitting.keys())
+    if not fitting or (strict and missing):
+        said = f"lacks {missing[0]}" if fitting else "has none of its entries in the same shape"
+        raise FederationError(f"{path} does not fit {type(net).__name__}: it {said}.")
+    net.load_state_dict(fitting, strict=False)
+    return net
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    if not path.exists():
+        raise FederationError(f"There is no file {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise FederationError(f"{path} holds no weights that can be read safely ({type(error).__name__}).") from error
+    state: Mapping[str, Tensor] = found.get("state_dict", found)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+class LoRA(FedNet):
+    """A net with LoRA adapters that the command line and checkpoints can make again; see :func:`lora`.
+
+    Args:
+        net: the network.
+        rank: rank of the adapters.
+        layers: names of the fully connected layers that get one, with wildcards.
+        alpha: scale of the change, times the rank; None is the rank.
+        train: names of modules that are trained as they are.
+        weights: a file with the net's pretrained weights.
+
+    Example:
+        >>> from fl_lightning.nets import MLP
+        >>> LoRA(MLP(4, (8,), 2), rank=2).spec["init_args"]["net"]["class_path"]
+        'fl_lightning.nets.MLP'
+    """
+
+    def __init__(
+        self,
+        net: FedNet,
+        rank: int = 4,
+        layers: Sequence[str] = ("*",),
+        alpha: float | None = None,
+        train: Sequence[str] = ("head",),
+        weights: str | None = None,
+    ) -> None:
+        super().__init__()
+        base = FedNet.from_spec(net) if isinstance(net, Mapping) else net
+        if weights is not None:
+            base = load_weights(copy.deepcopy(base), weights)
+        noted: dict[str, Any] = {"rank": rank, "layers": list(layers), "alpha": alpha, "train": list(train)}
+        # The weights are in the checkpoint: the file is not needed again.
+        self._noted = {"net": base.spec if isinstance(base, FedNet) else None, **noted}
+        self.net = lora(base, rank, layers, alpha, train)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Class path and arguments in plain values, those of the net within."""
+        if self._noted["net"] is None:
+            raise FederationError("The net within LoRA is not a FedNet and cannot be described by plain values.")
+        return {"class_path": "fl_lightning.nets.LoRA", "init_args": copy.deepcopy(self._noted)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the net puts out."""
+        output: Tensor = self.net(x)
+        return output

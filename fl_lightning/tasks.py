@@ -1,0 +1,380 @@
+"""Tasks: a loss, metrics, the one of them that counts, a prediction, and a check of targets."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, R2Score
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassF1Score,
+    MulticlassJaccardIndex,
+    MultilabelAccuracy,
+    MultilabelAUROC,
+    MultilabelF1Score,
+)
+from torchmetrics.text import Perplexity
+
+from fl_lightning.errors import FederationError
+
+
+class Task(ABC):
+    """What a net is trained for, and how it is judged. A subclass keeps its constructor arguments under their names.
+
+    Everything is a pure function of tensors, so that clients can be stacked.
+
+    Example:
+        >>> class Counts(Task):
+        ...     headline, higher_is_better = "deviance", False
+        ...     def loss(self, output, target):
+        ...         return F.poisson_nll_loss(output.squeeze(1), target)
+        ...     def metrics(self, outputs):
+        ...         from torchmetrics.regression import TweedieDevianceScore
+        ...         return {"deviance": TweedieDevianceScore(power=1)}
+        ...     def scores(self, output):
+        ...         return output.squeeze(1).exp()
+        >>> Counts().higher_is_better
+        False
+    """
+
+    #: Name of the metric that counts.
+    headline: str
+    #: Whether targets are classes, one whole number for each sample, as attacks and partitions by class need.
+    of_classes = False
+
+    @abstractmethod
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of a batch, 0-dim."""
+
+    @abstractmethod
+    def metrics(self, outputs: int) -> dict[str, Metric]:
+        """Torchmetrics metrics by name.
+
+        Args:
+            outputs: how many numbers the net puts out: classes, labels, tokens.
+        """
+
+    def scores(self, output: Tensor) -> Tensor:
+        """What metrics take of the net's output; the output itself."""
+        return output
+
+    def predict(self, output: Tensor) -> Tensor:
+        """What the net's output predicts; what metrics take."""
+        return self.scores(output)
+
+    def channels(self, output: Tensor) -> int:
+        """How many numbers an output of a batch has in its dimension of classes."""
+        return output.shape[1] if output.dim() > 1 else 1
+
+    def check(self, output: Tensor, target: Tensor) -> None:  # noqa: B027 - a task may take anything
+        """Refuse targets that the task cannot have, and outputs that do not fit them, in a sentence.
+
+        Args:
+            output: what the net puts out for a few samples, shape (n, ...).
+            target: targets, at least of these samples, shape (n, ...).
+        """
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a greater value of the headline metric is a better one."""
+        metric = self.metrics(2)[self.headline]
+        if metric.higher_is_better is None:
+            raise FederationError(
+                f"The metric {self.headline} does not say whether more of it is better: let {type(self).__name__} "
+                "say it as higher_is_better."
+            )
+        return bool(metric.higher_is_better)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Class path and arguments in plain values, from which :func:`made` makes the same task again."""
+        kind = type(self)
+        arguments = {name: getattr(self, name) for name in inspect.signature(kind).parameters}
+        return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
+
+    def _refuse(self, needs: str, target: Tensor) -> None:
+        raise FederationError(
+            f"{type(self).__name__} needs {needs}, not {target.dtype} of shape (n{_tail(target)}): change the targets "
+            "or choose another task."
+        )
+
+    def _refuse_output(self, wanted: str, output: Tensor) -> None:
+        raise FederationError(
+            f"{type(self).__name__} needs a net with outputs of shape {wanted}, not (n{_tail(output)})."
+        )
+
+
+#: Metrics of classification by the names that options have for them.
+CLASS_METRICS: dict[str, Any] = {
+    "acc": lambda n: MulticlassAccuracy(n, average="micro"),
+    "balanced_acc": lambda n: MulticlassAccuracy(n),
+    "f1": lambda n: MulticlassF1Score(n),
+    "auroc": lambda n: MulticlassAUROC(n),
+}
+
+
+class Classification(Task):
+    """One of several classes for each sample: cross entropy.
+
+    Args:
+        headline: the metric that counts: ``acc``, ``balanced_acc``, ``f1`` or ``auroc``; accuracy is always logged.
+    """
+
+    of_classes = True
+
+    def __init__(self, headline: str = "acc") -> None:
+        self.headline = _one_of("headline", headline, CLASS_METRICS)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean cross entropy."""
+        if target.dim() != 1 or target.is_floating_point():
+            return F.cross_entropy(output, target)
+        # The same without a class to ignore, which leaves a dozen operations less in a captured step.
+        return -F.log_softmax(output, dim=1).gather(1, target[:, None]).mean()
+
+    def metrics(self, outputs: int) -> dict[str, Metric]:
+        """Accuracy, and what else counts."""
+        return {name: CLASS_METRICS[name](outputs) for name in dict.fromkeys(("acc", self.headline))}
+
+    def scores(self, output: Tensor) -> Tensor:
+        """Scores as they are, which tell the same classes; probabilities for a metric that compares samples."""
+        return output.softmax(1) if self.headline == "auroc" else output
+
+    def predict(self, output: Tensor) -> Tensor:
+        """The class with the greatest score."""
+        return output.argmax(1)
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Refuse targets that are no class."""
+        if target.dim() != 1 or target.is_floating_point():
+            self._refuse("one whole number for each sample, the number of its class", target)
+        if output.dim() != 2:
+            self._refuse_output("(n, classes)", output)
+
+
+class MultiLabel(Task):
+    """Any number of labels for each sample, 0 or 1 each, shape (n, labels): binary cross entropy.
+
+    Args:
+        headline: the metric that counts: ``f1``, ``acc`` or ``auroc``, each the mean over labels.
+    """
+
+    _METRICS: Mapping[str, Any] = {"f1": MultilabelF1Score, "acc": MultilabelAccuracy, "auroc": MultilabelAUROC}
+
+    def __init__(self, headline: str = "f1") -> None:
+        self.headline = _one_of("headline", headline, self._METRICS)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over samples and labels."""
+        return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
+
+    def metrics(self, outputs: int) -> dict[str, Metric]:
+        """F1, accuracy, and what else counts."""
+        return {name: self._METRICS[name](outputs) for name in dict.fromkeys(("f1", "acc", self.headline))}
+
+    def scores(self, output: Tensor) -> Tensor:
+        """Probabilities of the labels."""
+        return output.sigmoid()
+
+    def predict(self, output: Tensor) -> Tensor:
+        """Labels that are more probable than not."""
+        return (output > 0).long()
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Refuse targets that are not 0 or 1."""
+        if target.dim() != 2 or not bool(((target == 0) | (target == 1)).all()):
+            self._refuse("targets of 0 and 1 of shape (n, labels)", target)
+        if output.shape[1:] != target.shape[1:]:
+            self._refuse_output(f"(n, {target.shape[1]})", output)
+
+
+class Regression(Task):
+    """One number, or several, for each sample.
+
+    Args:
+        criterion: the loss: ``mse``, ``mae`` or ``huber``.
+        headline: the metric that counts: ``rmse``, ``mae`` or ``r2``.
+    """
+
+    _LOSSES: Mapping[str, Any] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
+
+    def __init__(self, criterion: Literal["mse", "mae", "huber"] = "mse", headline: str = "rmse") -> None:
+        self.criterion: str = _one_of("criterion", criterion, self._LOSSES)
+        self.headline = _one_of("headline", headline, ("rmse", "mae", "r2"))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over samples and numbers."""
+        loss: Tensor = self._LOSSES[self.criterion](self._alike(output, target), target.to(output.dtype))
+        return loss
+
+    def metrics(self, outputs: int) -> dict[str, Metric]:
+        """Root of the mean square, mean absolute error, share of the variance that is explained."""
+        return {"rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError(), "r2": R2Score()}
+
+    def scores(self, output: Tensor) -> Tensor:
+        """The numbers, without a dimension of one."""
+        return output.squeeze(1) if output.dim() == 2 and output.shape[1] == 1 else output
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Refuse targets that are no finite numbers."""
+        if not bool(torch.isfinite(target).all()):
+            raise FederationError("Regression needs targets that are finite: leave samples without a target out.")
+        if self.scores(output).shape[1:] != target.shape[1:]:
+            self._refuse_output(f"(n{_tail(target) or ', 1'})", output)
+
+    def _alike(self, output: Tensor, target: Tensor) -> Tensor:
+        return output.reshape(target.shape)
+
+
+class Segmentation(Task):
+    """One of several classes for each pixel, targets of shape (n, height, width): cross entropy.
+
+    Args:
+        ignore: a class that does not count, such as 255; None counts all.
+        headline: the metric that counts: ``iou``, the mean over classes of intersection over union, or ``acc``.
+    """
+
+    def __init__(self, ignore: int | None = None, headline: str = "iou") -> None:
+        self.ignore = ignore
+        self.headline = _one_of("headline", headline, ("iou", "acc"))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over pixels that count."""
+        return F.cross_entropy(output, target, ignore_index=-100 if self.ignore is None else self.ignore)
+
+    def metrics(self, outputs: int) -> dict[str, Metric]:
+        """Intersection over union, and accuracy of pixels."""
+        return {
+            "iou": MulticlassJaccardIndex(outputs, ignore_index=self.ignore),
+            "acc": MulticlassAccuracy(outputs, average="micro", ignore_index=self.ignore),
+        }
+
+    def predict(self, output: Tensor) -> Tensor:
+        """The class of every pixel."""
+        return output.argmax(1)
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Refuse targets that are no masks."""
+        if target.dim() < 2 or target.is_floating_point():
+            self._refuse("whole numbers of shape (n, height, width), the class of every pixel", target)
+        counted = target if self.ignore is None else target[target != self.ignore]
+        if output.dim() != target.dim() + 1 or output.shape[2:] != target.shape[1:]:
+            self._refuse_output(f"(n, classes{_tail(target)})", output)
+        _check_range(counted, output.shape[1], "class")
+
+
+class NextToken(Task):
+    """The next token at every place, targets of shape (n, length): cross entropy.
+
+    Args:
+        ignore: a token that does not count, such as padding; None counts all.
+        headline: the metric that counts: ``perplexity`` or ``acc``.
+    """
+
+    def __init__(self, ignore: int | None = None, headline: str = "perplexity") -> None:
+        self.ignore = ignore
+        self.headline = _one_of("headline", headline, ("perplexity", "acc"))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over tokens that count."""
+        ignored = -100 if self.ignore is None else self.ignore
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=ignored)
+
+    def metrics(self, outputs: int) -> dict[str, Metric]:
+        """Perplexity and accuracy; metrics take tokens in the last dimension of the scores."""
+        return {"perplexity": Perplexity(ignore_index=self.ignore), "acc": _TokenAccuracy(outputs, self.ignore)}
+
+    def predict(self, output: Tensor) -> Tensor:
+        """The most probable tokens."""
+        return output.argmax(-1)
+
+    def channels(self, output: Tensor) -> int:
+        """The number of tokens."""
+        return output.shape[-1]
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Refuse targets that are no tokens."""
+        if target.dim() != 2 or target.is_floating_point():
+            self._refuse("whole numbers of shape (n, length), a token for every place", target)
+        if output.dim() != 3 or output.shape[1] != target.shape[1]:
+            self._refuse_output(f"(n, {target.shape[1]}, tokens)", output)
+        _check_range(target if self.ignore is None else target[target != self.ignore], output.shape[2], "token")
+
+
+class _TokenAccuracy(MulticlassAccuracy):
+    """Accuracy of scores whose last dimension is that of the classes."""
+
+    def __init__(self, tokens: int, ignore: int | None) -> None:
+        super().__init__(tokens, average="micro", ignore_index=ignore)
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add a batch."""
+        super().update(preds.movedim(-1, 1), target)
+
+
+TASKS: dict[str, type[Task]] = {
+    kind.__name__: kind for kind in (Classification, MultiLabel, Regression, Segmentation, NextToken)
+}
+
+
+def made(task: Task | Mapping[str, Any] | str | None) -> Task:
+    """The task that an option stands for: itself, its class path and arguments, or the name of its class.
+
+    Example:
+        >>> made("Regression").headline, made(None).headline
+        ('rmse', 'acc')
+    """
+    if task is None:
+        return Classification()
+    if isinstance(task, str):
+        task = {"class_path": task}
+    if isinstance(task, Mapping):
+        kind = _kind(task.get("class_path"))
+        try:
+            return kind(**(task.get("init_args") or {}))
+        except TypeError as error:
+            raise FederationError(f"The task {kind.__name__} cannot be made: {error}.") from error
+    if not isinstance(task, Task):
+        raise FederationError(
+            f"task must be one of {', '.join(TASKS)}, or an object of a class that derives from "
+            f"fl_lightning.tasks.Task, not {task!r}."
+        )
+    return task
+
+
+def _kind(path: Any) -> type[Task]:
+    kind: Any = TASKS.get(path)
+    if kind is None:
+        try:
+            kind = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError, ValueError, TypeError):
+            kind = None
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise FederationError(f"There is no task {path!r}: choose {', '.join(TASKS)}, or give its class path.")
+    return kind
+
+
+def _one_of(name: str, value: str, allowed: Any) -> str:
+    if value not in allowed:
+        raise FederationError(f"{name} must be {', '.join(allowed)}, not {value!r}.")
+    return value
+
+
+def _tail(tensor: Tensor) -> str:
+    return "".join(f", {size}" for size in tensor.shape[1:])
+
+
+def _check_range(target: Tensor, outputs: int, what: str) -> None:
+    if target.numel() and not 0 <= int(target.min()) <= int(target.max()) < outputs:
+        raise FederationError(
+            f"Targets name {what} {int(target.min())} to {int(target.max())}, but the net has outputs for 0 to "
+            f"{outputs - 1}."
+        )
