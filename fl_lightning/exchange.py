@@ -32,7 +32,8 @@ class Scores(NamedTuple):
     def joined(cls, parts: Sequence[Scores]) -> Scores:
         """The scores of clients that answered apart."""
         metrics = {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics}
-        return cls(*(torch.cat(tensors) for tensors in zip(*(part[:3] for part in parts), strict=True)), metrics)
+        clients, loss, total = (torch.cat(tensors) for tensors in zip(*(part[:3] for part in parts), strict=True))
+        return cls(clients, loss, total, metrics)
 
 
 class Clients(Protocol):

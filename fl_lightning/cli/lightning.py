@@ -73,7 +73,7 @@ class FederatedCLI(LightningCLI):
         parser.add_argument(
             "--dry_run", action="store_true", help="print clients, steps, bytes and estimated time, and stop"
         )
-        parser.link_arguments("data.num_classes", "model.init_args.net.init_args.num_classes", apply_on="instantiate")
+        parser.link_arguments("data.outputs", "model.init_args.net.init_args.num_classes", apply_on="instantiate")
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         """One view of progress for everyone who has not chosen another."""
