@@ -92,9 +92,9 @@ class FederatedCLI(LightningCLI):
         parser.link_arguments("data", target, compute_fn=self._note_data, apply_on="instantiate")
 
     def _note_data(self, data: FederatedDataModule) -> int:
-        """The number of classes; the data is noted for what else a net may take from it."""
+        """The number of outputs; the data is noted for what else a net may take from it."""
         self._data = data
-        return data.num_classes
+        return data.outputs
 
     def _add_instantiators(self) -> None:
         """Make nets to the measure of the data."""

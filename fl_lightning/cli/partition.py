@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.5x
     data: FederatedDataModule = instantiate(options).data
     partition = data.dealt
-    summary = Summary.of(partition, data.samples.targets, data.num_classes)
+    summary = Summary.of(partition, data.samples.labels, data.num_classes or int(data.samples.labels.max()) + 1)
     _print(data, summary, options.rows)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -163,6 +163,12 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         scheme = self.partition or IID()
         return scheme(labels, self.seed, train_size=train_size, users=users)
 
+    @property
+    def outputs(self) -> int:
+        """How many outputs a net for this data has: one for each class, or for each number that is predicted."""
+        targets = self.samples.targets
+        return self.num_classes or (1 if targets.dim() == 1 else int(targets.shape[1]))
+
     def setup(self, stage: str | None = None) -> None:
         """Build the federation; later calls change nothing."""
         module = getattr(self.trainer, "lightning_module", None)

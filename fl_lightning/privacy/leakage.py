@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fl_lightning import seeding
 from fl_lightning.engine import Plan, SequentialEngine
+from fl_lightning.errors import FederationError
 from fl_lightning.exchange import train_clients
 from fl_lightning.metrics import psnr, ssim, total_variation
 from fl_lightning.module import FederatedModule
@@ -64,6 +65,11 @@ def small_update(
 def gradient_of(module: FederatedModule, received: State, sent: State) -> State:
     """The gradient that a single SGD step on the received entries betrays, for the shared trainable ones."""
     before, after, local = module.revealed(received), module.revealed(sent), module.local
+    if local.not_plain or local.schedule is not None:
+        raise FederationError(
+            "The attack reads gradients off steps of plain SGD at one learning rate: leave "
+            f"{local.not_plain or 'lr_schedule'} out."
+        )
     if not local.lr:
         return {}
     names = [name for name in module.trainable_names if name in before and name in after]

@@ -70,7 +70,9 @@ def test_targets_are_classes_or_numbers() -> None:
     assert (words.classes, words.num_classes) == (["a", "b", "c"], 3)
     assert np.array_equal(np.array(words.classes)[words.federation.targets], table["ward"])
     assert FromFrame({**table, "grade": table["grade"] - 1}, client="site", target="grade").num_classes == 3
+    assert (words.outputs, FromFrame(table, client="site", target="days").outputs) == (3, 1)
     two = FromFrame(table, client="site", target=["days", "age"])
+    assert two.outputs == 2
     assert two.federation.targets.shape == (ROWS, 2)
     assert two.feature_names[0] == "weight"
     negative = {**table, "grade": table["grade"] - 2}
