@@ -20,8 +20,10 @@ from fl_lightning.datamodules.manifest import Manifest
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, hash_tensors
 from fl_lightning.datamodules.partitions.deal import local_split
 from fl_lightning.datamodules.partitions.iid import IID
+from fl_lightning.datamodules.sampling import Sampling, drawn, trained
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex, Federation
+from fl_lightning.secret import new_key
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,6 +81,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         manifest: a manifest written by ``fl-lightning partition``; its partition is used, and data that differs from
             the data it was made with is refused.
         limit: use only about so many samples, the same share of every class, drawn by ``seed``; None uses all.
+        sampling: a round's cohort has a ``fixed`` size, or every client takes part for itself (``poisson``).
+        secret_cohorts: draw cohorts from the operating system's randomness rather than from ``seed``, as amplification
+            of differential privacy by sampling needs; the key lies in the checkpoints.
     """
 
     num_classes: int
@@ -98,8 +103,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         manifest: str | None = None,
         limit: int | None = None,
         eval_only: list[int] | None = None,
+        sampling: Sampling = "fixed",
+        secret_cohorts: bool = False,
     ) -> None:
         super().__init__()
+        if sampling not in ("fixed", "poisson"):
+            raise FederationError(f"sampling must be fixed or poisson, not {sampling!r}.")
+        self.sampling, self.secret_cohorts = sampling, secret_cohorts
+        self._key = new_key() if secret_cohorts else None
         if not 0 < fraction <= 1:
             raise FederationError(f"fraction must be greater than 0 and at most 1, not {fraction}: 0.1 is usual.")
         if not 0 <= val_fraction < 1:
@@ -146,8 +157,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         return scheme(labels, self.seed, train_size=train_size, users=users)
 
     def setup(self, stage: str | None = None) -> None:
-        """Build the federation; later calls change nothing."""
+        """Build the federation, and let all processes know the key of secret cohorts; later calls change nothing."""
         _ = self.federation
+        if self._key is not None and self.trainer is not None and self.trainer.world_size > 1:
+            self._key = self.trainer.strategy.broadcast(self._key)
 
     @cached_property
     def samples(self) -> Samples:
@@ -222,13 +235,26 @@ class FederatedDataModule(LightningDataModule, ABC):
         return "" if self.standardize else "not standardised"
 
     def cohort(self, round: int) -> list[int]:
-        """The clients that train in a round: a pure function of seed and round.
+        """The clients that train in a round: a pure function of seed (or secret key) and round.
 
-        :attr:`cohort_size` clients, uniformly without replacement.
+        With ``fixed`` sampling :attr:`cohort_size` clients, uniformly without replacement. With ``poisson`` sampling at
+        least one, which has not been drawn where :meth:`drawn` is empty.
         """
-        rng = seeding.stream(self.seed, "sampling", round)
-        chosen: list[int] = rng.choice(self.federation.num_clients, self.cohort_size, replace=False).tolist()
-        return chosen
+        return trained(self.drawn(round), self.federation.num_clients, round)
+
+    def drawn(self, round: int) -> list[int]:
+        """The clients that a round draws, of ``poisson`` sampling possibly none."""
+        key = None if self._key is None else self._key + f"cohort.{round}".encode()
+        clients = self.federation.num_clients
+        return drawn(clients, self.fraction, self.sampling, lambda: seeding.stream(self.seed, "sampling", round), key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The key of secret cohorts, so that a resumed run goes on with them."""
+        return {} if self._key is None else {"key": self._key.hex()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._key = bytes.fromhex(state_dict["key"]) if self.secret_cohorts else None
 
     @property
     def cohort_size(self) -> int:

@@ -206,9 +206,9 @@ class Match(NamedTuple):
 class Matching:
     """A search for samples: Adam on one minus the cosine of the changes and total variation.
 
-    Geiping et al. take the sign of the gradient before Adam, a total variation of 0.1 (their 0.2 is of the mean over both
-    directions, ours of the sum), a learning rate of 0.1 that falls to a tenth after 3/8, 5/8 and 7/8 of 24,000 steps, and
-    the best of 8 starts.
+    Geiping et al. take the sign of the gradient before Adam, a total variation of 0.1 (their 0.2 is of the mean over
+    both directions, ours of the sum), a learning rate of 0.1 that falls to a tenth after 3/8, 5/8 and 7/8 of 24,000
+    steps, and the best of 8 starts.
 
     Args:
         steps: steps of Adam.

@@ -13,8 +13,8 @@ from fl_lightning.callbacks import DifferentialPrivacyCallback, GradientLeakageC
 from fl_lightning.datamodules import IID, TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import IFCA, SCAFFOLD, FedAvg, FedBPS, FedMA, FedPer, Local, PFedMe, WAFFLe, WeightErosion
-from fl_lightning.module import FederatedModule
 from fl_lightning.metrics import psnr
+from fl_lightning.module import FederatedModule
 from fl_lightning.nets import MLP, LossNet
 from fl_lightning.privacy.gradients import LocalSteps, Matching
 from fl_lightning.privacy.leakage import exact, gradient_of, labels_of, small_update
@@ -182,7 +182,7 @@ def spots() -> TensorFederation:
 def test_no_method_hides_a_single_image_from_the_server(
     kind: type[FederatedModule], local_steps: int, tmp_path: Path
 ) -> None:
-    """Without bias, with a head or factors kept at home, over several steps: the update of the first layer is rank one."""
+    """No bias, a head or factors kept at home, several steps: the first layer's update is an outer product."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"factors": {"fc1": 6}, "epochs": 2} if kind is WAFFLe else {}
     method = kind(MLP(SIDE * SIDE, (12,), 3), lr=0.01, engine="stacked", **options)
