@@ -13,6 +13,7 @@ from fl_lightning.callbacks.inversion import ModelInversionCallback
 from fl_lightning.callbacks.leakage import GradientLeakageCallback
 from fl_lightning.callbacks.ledger import LedgerCallback
 from fl_lightning.callbacks.membership import MembershipInferenceCallback
+from fl_lightning.callbacks.private_sgd import PrivateSGDCallback
 from fl_lightning.callbacks.record import RunRecord
 from fl_lightning.progress import (
     FederatedRichProgressBar,
@@ -37,6 +38,7 @@ __all__ = [
     "MembershipInferenceCallback",
     "ModelInversionCallback",
     "ParameterBiasCallback",
+    "PrivateSGDCallback",
     "RoundProgress",
     "RunRecord",
     "federated_progress_bar",

@@ -177,7 +177,9 @@ class DifferentialPrivacyCallback(FederatedCallback):
             expected = took.rate * self._clients
         noise, bound = self._noise(expected), self.clip
         if self.quantile is not None:
-            self._follow([m for m in messages if m.client in drawn], expected, self._normal(trainer, pl_module, -1, key))
+            self._follow(
+                [m for m in messages if m.client in drawn], expected, self._normal(trainer, pl_module, -1, key)
+            )
         if took.rate < 1:
             std, share = noise * bound * math.sqrt(len(messages)) / expected, len(messages) / expected
         else:
@@ -255,9 +257,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
     def _follow(self, messages: list[Message], expected: float, normal: Normal) -> None:
         """Move the bound towards the quantile of the norms."""
         assert self.quantile is not None
-        inside = sum(
-            0.5 if norm(change(m.tensors, self._received[m.client])) <= self.clip else -0.5 for m in messages
-        )
+        inside = sum(0.5 if norm(change(m.tensors, self._received[m.client])) <= self.clip else -0.5 for m in messages)
         noise = COUNT_NOISE * expected * float(normal((1,))) if self.noise_multiplier else 0.0
         self.clip = next_bound(self.clip, 0.5 + (inside + noise) / expected, self.quantile, self.clip_rate)
 

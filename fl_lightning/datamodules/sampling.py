@@ -21,8 +21,8 @@ def drawn(
     Args:
         clients: their number N.
         fraction: share of them that trains.
-        sampling: ``fixed`` draws ``max(1, round(fraction * N))`` without replacement, ``poisson`` each client for itself
-            with the probability ``fraction``.
+        sampling: ``fixed`` draws ``max(1, round(fraction * N))`` without replacement, ``poisson`` each client for
+            itself with the probability ``fraction``.
         seeded: the round's generator.
         key: the round's secret key, which then decides instead.
 

@@ -1,8 +1,8 @@
 """Releases with Gaussian noise and their epsilon, by privacy loss distributions.
 
 A release is a pair of distributions P and Q: of the server's mean with a client and with nothing (0) in its place. The
-distribution of log P/Q under P is discretised so that no bound is missed (Doroshenko et al., 2022, connect the dots), and
-composed by Fourier transforms. Three kinds of releases are known, in units of the largest change that one client makes:
+distribution of log P/Q under P is discretised so that no bound is missed (Doroshenko et al., 2022, connect the dots),
+and composed by Fourier transforms. Three kinds of releases are known, in units of the largest change that one client makes:
 
 ``gaussian``
     Who takes part is known: N(1, z) against N(0, z).
@@ -188,7 +188,7 @@ def _discrete(noise: float, rate: float, removed: bool, step: float) -> LossDist
 
 
 def _loss_at(x: Array, noise: float, rate: float) -> Array:
-    """log of the mixture over the Gaussian."""
+    """Log of the mixture over the Gaussian."""
     with np.errstate(divide="ignore"):
         return np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * x - 1) / (2 * noise**2))
 

@@ -23,7 +23,9 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("noise", "rate", "number", "delta", "theirs"), KNOWN)
-def test_poisson_is_what_dp_accounting_says(noise: float, rate: float, number: int, delta: float, theirs: float) -> None:
+def test_poisson_is_what_dp_accounting_says(
+    noise: float, rate: float, number: int, delta: float, theirs: float
+) -> None:
     ours = epsilon([Release("poisson", noise, rate, number)], delta)
     assert ours == pytest.approx(theirs, rel=2e-4)
     assert ours > theirs - 2e-6

@@ -22,7 +22,6 @@ from fl_lightning.wire import Message, State, message_weights, weighted_mean
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, trainer, weights
 
 
-
 class Watch(DifferentialPrivacyCallback):
     """Keeps every round's messages as they are aggregated, with what their clients received."""
 
@@ -153,7 +152,7 @@ def test_accountant_against_the_gaussian_mechanism() -> None:
     assert epsilon(once, delta) < epsilon(once, delta, "rdp")
     sampled = [Release("poisson", z, 0.1, 10)]
     assert epsilon(sampled, delta) == pytest.approx(epsilon(sampled, delta, "prv"), abs=0.02)
-    with pytest.raises(FederationError, match="the accountant rdp knows no cohorts of a fixed size|knows no cohorts"):
+    with pytest.raises(FederationError, match="The accountant rdp knows no cohorts of a fixed size: use pld"):
         epsilon([Release("fixed", z, 0.1, 10)], delta, "rdp")
     assert epsilon([], delta) == 0.0
 
@@ -304,7 +303,9 @@ def test_cohorts_are_poisson_and_secret(tmp_path: Path) -> None:
     sizes = [len(open_.cohort(round)) for round in range(200)]
     assert 11 < sum(sizes) / 200 < 13
     assert float(torch.tensor(sizes).double().var()) == pytest.approx(40 * 0.3 * 0.7, rel=0.3)
-    assert [open_.cohort(r) for r in range(5)] == [blobs((4,) * 40, fraction=0.3, sampling="poisson").cohort(r) for r in range(5)]
+    assert [open_.cohort(r) for r in range(5)] == [
+        blobs((4,) * 40, fraction=0.3, sampling="poisson").cohort(r) for r in range(5)
+    ]
     one, other = (blobs((4,) * 40, fraction=0.3, secret_cohorts=True) for _ in range(2))
     assert [len(one.cohort(r)) for r in range(5)] == [12] * 5
     assert [one.cohort(r) for r in range(5)] != [other.cohort(r) for r in range(5)]
