@@ -13,6 +13,7 @@ from fl_lightning.callbacks.inversion import ModelInversionCallback
 from fl_lightning.callbacks.leakage import GradientLeakageCallback
 from fl_lightning.callbacks.ledger import LedgerCallback
 from fl_lightning.callbacks.membership import MembershipInferenceCallback
+from fl_lightning.callbacks.poisoning import BackdoorCallback, LabelFlipCallback, UpdatePoisoningCallback
 from fl_lightning.callbacks.private_sgd import PrivateSGDCallback
 from fl_lightning.callbacks.record import RunRecord
 from fl_lightning.progress import (
@@ -24,6 +25,7 @@ from fl_lightning.progress import (
 
 __all__ = [
     "AgentWeightsCallback",
+    "BackdoorCallback",
     "ClustersCallback",
     "Dashboard",
     "DifferentialPrivacyCallback",
@@ -34,6 +36,7 @@ __all__ = [
     "FederatedTQDMProgressBar",
     "GradientLeakageCallback",
     "InferredDistributionCallback",
+    "LabelFlipCallback",
     "LedgerCallback",
     "MembershipInferenceCallback",
     "ModelInversionCallback",
@@ -41,5 +44,6 @@ __all__ = [
     "PrivateSGDCallback",
     "RoundProgress",
     "RunRecord",
+    "UpdatePoisoningCallback",
     "federated_progress_bar",
 ]

@@ -2,7 +2,8 @@
 
 A release is a pair of distributions P and Q: of the server's mean with a client and with nothing (0) in its place. The
 distribution of log P/Q under P is discretised so that no bound is missed (Doroshenko et al., 2022, connect the dots),
-and composed by Fourier transforms. Three kinds of releases are known, in units of the largest change that one client makes:
+and composed by Fourier transforms. Three kinds of releases are known, in units of the largest change that one client
+makes:
 
 ``gaussian``
     Who takes part is known: N(1, z) against N(0, z).
