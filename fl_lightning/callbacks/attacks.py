@@ -56,6 +56,8 @@ class AttackCallback(FederatedCallback):
     metric_prefix: ClassVar[str]
     #: The score that tells how strong an attack is.
     by: ClassVar[str]
+    #: The score by which an attacker, who does not know how well it did, chooses among attacks; None: in hindsight.
+    pick: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -201,7 +203,7 @@ class AttackCallback(FederatedCallback):
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*many workers.*|.*number of training batches.*|.*treespec.*")
             rows = self.strike(trainer, run)
-        report = Report(self.attack, type(module).__name__, rounds, rows, self.by, self.notes())
+        report = Report(self.attack, type(module).__name__, rounds, rows, self.by, self.notes(), self.pick)
         self.reports[rounds] = report
         for logger in trainer.loggers:
             logger.log_metrics(report.scalars(), step=rounds)

@@ -75,7 +75,7 @@ class GradientLeakageCallback(AttackCallback):
     def strike(self, trainer: Trainer, run: Run) -> list[Row]:
         """Ask for updates and reconstruct."""
         module = run.module
-        reference = attack_data(module.federation, [], module.seed, shadows=0).reference
+        reference = attack_data(module.federation, [], module.seed).reference
         initial = self._initial.server_state() if self._initial is not None and self._began else None
         rows, self.images = leak(
             run, self.views, self.matching, self.batch, self._groups, self.local_steps, initial, reference

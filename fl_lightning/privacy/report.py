@@ -31,6 +31,7 @@ class Report:
         rows: one per client and way to attack.
         by: the score that tells how strong an attack is; higher is stronger.
         notes: what else is to be known.
+        pick: the score by which an attacker chooses among attacks, who does not know ``by``; None chooses by it.
 
     Attributes:
         baselines: rows that are no attacks, taken out of ``rows``.
@@ -42,6 +43,7 @@ class Report:
     rows: list[Row]
     by: str
     notes: dict[str, Any] = field(default_factory=dict)
+    pick: str | None = None
     baselines: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,11 +85,17 @@ class Report:
         """The strongest way that meets the conditions, with its mean scores over clients; None if there is none."""
         ways = [w for w in self.ways() if all(w[key] == value for key, value in conditions.items())]
         found: list[dict[str, Any]] = [{**way, **self.mean(self.select(**way))} for way in ways]
-        return max(found, key=lambda one: _sortable(one[self.by]), default=None)
+        return max(found, key=lambda one: _sortable(one[self.pick or self.by]), default=None)
 
     def best(self, ways: Sequence[dict[str, str]]) -> dict[str, float]:
-        """The highest mean over clients of every score, each in whichever of these ways to attack it is highest."""
+        """The highest mean over clients of every score, each in whichever of these ways to attack it is highest.
+
+        Where an attacker picks among attacks by something else, the mean scores of the one it picks.
+        """
         means = [self.mean(self.select(**way)) for way in ways]
+        if self.pick is not None:
+            pick = self.pick
+            return max(means, key=lambda one: _sortable(one[pick]), default={})
         return {name: max((one[name] for one in means), key=_sortable) for name in (means[0] if means else ())}
 
     def views(self) -> list[str]:
