@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from fl_lightning import seeding
-from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.callbacks.base import FederatedCallback, Several
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.fairness import client_groups
 from fl_lightning.client import SnapshotStore
@@ -31,7 +31,7 @@ ViewName = Literal["outsider", "server", "other_client", "insider"]
 ALL_VIEWS: tuple[ViewName, ...] = ("outsider", "server", "other_client", "insider")
 
 
-class AttackCallback(FederatedCallback):
+class AttackCallback(Several, FederatedCallback):
     """Base of the attacks. It listens in a fit and strikes at its end, or every so many rounds, or after a test.
 
     In a fit the messages are those that crossed. After ``trainer.test(ckpt_path=...)`` the clients are asked for those

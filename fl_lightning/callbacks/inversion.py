@@ -26,9 +26,9 @@ class ModelInversionCallback(AttackCallback):
     Adam on the cross entropy of the class, total variation and squared norm, over pixels in [0, 1]. Reported for each
     client, view and assumption: ``psnr`` (dB) and ``ssim`` to the mean of up to 100 of the client's own training images
     of the class, and ``attack_acc``, the share of reconstructions in which a classifier that was trained apart sees the
-    class; its own accuracy is noted. Strongest is the one of highest PSNR. Higher is worse for the client. The baselines
-    ``grey``, ``mean`` and ``class mean`` (of the adversary's own samples) need no model: an attack shows what a model
-    tells only where it is better than they are.
+    class; its own accuracy is noted. Strongest is the one of highest PSNR. Higher is worse for the client. The
+    baselines ``grey``, ``mean`` and ``class mean`` (of the adversary's own samples) need no model: an attack shows what
+    a model tells only where it is better than they are.
 
     With a TensorBoard logger the reconstructions are an image ``inversion/<view>``: one row for each class, the mean of
     the class first. The log folder gets them as ``inversion.pt``.

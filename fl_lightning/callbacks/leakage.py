@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Trainer
 
 from fl_lightning.callbacks.attacks import AttackCallback, ViewName
 from fl_lightning.errors import FederationError
+from fl_lightning.metrics import psnr
 from fl_lightning.privacy.data import attack_data
+from fl_lightning.privacy.figures import images_figure, show_figure
 from fl_lightning.privacy.gradients import Matching
-from fl_lightning.privacy.leakage import Leaked, leak
+from fl_lightning.privacy.leakage import EXACT, Leaked, leak
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.wiretap import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class GradientLeakageCallback(AttackCallback):
@@ -28,6 +35,9 @@ class GradientLeakageCallback(AttackCallback):
     the share of labels recovered; and the baselines ``grey`` and ``mean``, which need no message. The view
     ``other_client`` sees no update and yields nothing. The outsider has one up message and nothing but the common
     initial weights to compare it with, so that it finds something in the first round only.
+
+    The best reconstructions stand under their originals in the picture ``leakage/<view>``, for TensorBoard and in the
+    log folder.
 
     Args:
         views: the adversaries.
@@ -80,8 +90,37 @@ class GradientLeakageCallback(AttackCallback):
         rows, self.images = leak(
             run, self.views, self.matching, self.batch, self._groups, self.local_steps, initial, reference
         )
+        self._show(trainer, module.completed_rounds)
         return rows
+
+    def _show(self, trainer: Trainer, rounds: int) -> None:
+        """Log the best reconstructions of every view."""
+        for view in dict.fromkeys(one.view for one in self.images):
+            best: dict[int, Leaked] = {}
+            for one in (one for one in self.images if one.view == view and one.images.dim() == 4):
+                kept = best.get(one.client)
+                if kept is None or _quality(one) > _quality(kept):
+                    best[one.client] = one
+            if best:
+                show_figure(
+                    trainer, f"leakage/{view}", lambda found=best: _figure([*found.values()]), rounds, self.folder
+                )
 
     def notes(self) -> dict[str, Any]:
         """Size of the batch and number of steps."""
         return {"samples of the batch": self.batch, "local steps": self.local_steps}
+
+
+def _quality(one: Leaked) -> float:
+    return float(psnr(one.images, one.originals.to(one.images)).clamp(max=EXACT).mean())
+
+
+def _figure(found: Sequence[Leaked]) -> Figure:
+    """The best reconstruction of every client beside its batch, with the labels that were found."""
+    titles = []
+    for one in found:
+        told = ",".join(map(str, one.labels)) or "?"
+        titles += [f"client {one.client}, {one.variant}\nlabels {','.join(map(str, one.true))}, found {told}"]
+        titles += [""] * (len(one.originals) - 1)
+    originals, images = (torch.cat([getattr(one, name).float() for one in found]) for name in ("originals", "images"))
+    return images_figure(originals, images, titles)

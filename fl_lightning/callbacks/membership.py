@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,7 +134,7 @@ class MembershipInferenceCallback(AttackCallback):
                     scores.append(one.result.scores)
                     members.append(one.result.members)
             joined = {name: (torch.cat(scores), torch.cat(members)) for name, (scores, members) in curves.items()}
-            show_figure(trainer, f"membership/{view}", lambda found=joined: roc_figure(found), rounds, self.folder)
+            show_figure(trainer, f"membership/{view}", partial(roc_figure, joined), rounds, self.folder)
         folder = self.folder or trainer.log_dir
         if folder is not None and trainer.is_global_zero:
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.callbacks.base import FederatedCallback, Several
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import Evaluator
 from fl_lightning.federation import ClientIndex, Federation
@@ -25,7 +25,7 @@ Poison = Literal["sign_flip", "scale", "gaussian", "free_rider", "little", "min_
 TOGETHER = ("little", "min_max")
 
 
-class PoisoningCallback(FederatedCallback):
+class PoisoningCallback(Several, FederatedCallback):
     """Base of the poisons: who is hostile, by the run's seed alone.
 
     Args:

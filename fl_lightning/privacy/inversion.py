@@ -16,8 +16,8 @@ from fl_lightning.metrics import total_variation
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.judge import Judge
-from fl_lightning.privacy.pixels import Pixels
 from fl_lightning.privacy.leakage import compare
+from fl_lightning.privacy.pixels import Pixels
 from fl_lightning.privacy.report import BASELINE, Row
 from fl_lightning.privacy.views import View
 from fl_lightning.privacy.wiretap import Run
@@ -156,7 +156,7 @@ def invert(
 
 
 def _baselines(pixels: Pixels, rows: Tensor, classes: Sequence[int]) -> dict[str, Tensor]:
-    """Images of the classes that need no model: grey, the mean of the adversary's own samples, and that of each class."""
+    """Images that need no model: grey, the mean of the adversary's own samples, and the mean of each class."""
     shape = (len(classes), *pixels.federation.inputs.shape[1:])
     found = {"grey": torch.full(shape, 0.5, device=pixels.federation.device)}
     if len(rows):
