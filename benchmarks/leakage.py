@@ -62,9 +62,8 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     table: dict[str, dict[str, Any]] = {}
-    print(
-        "| method | grey | data mean | weak: server | weak: insider | server | insider | outsider |\n|---|---|---|---|---|---|---|---|"
-    )
+    columns = ["method", "grey", "data mean", "weak: server", "weak: insider", "server", "insider", "outsider"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     with TemporaryDirectory() as folder:
         for name in METHODS:
             weak = attacked(name, arguments.seed, folder, steps=arguments.steps, variation=1e-3, signed=False)

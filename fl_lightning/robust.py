@@ -156,13 +156,15 @@ def fltrust(values: Tensor, centre: Tensor, trusted: Tensor) -> Tensor:
     trust = (changes @ own / (lengths * own.norm().clamp(min=SMOOTH))).clamp(min=0)
     if not bool(trust.sum() > 0):
         return trusted
-    return centre + (trust / trust.sum() * own.norm() / lengths) @ changes
+    mean: Tensor = (trust / trust.sum() * own.norm() / lengths) @ changes
+    return centre + mean
 
 
 def _bounded(changes: Tensor, bound: float | None) -> Tensor:
     norms = changes.norm(dim=1, keepdim=True)
     most = norms.median() if bound is None else bound
-    return changes * (most / norms.clamp(min=SMOOTH)).clamp(max=1.0)
+    share: Tensor = (most / norms.clamp(min=SMOOTH)).clamp(max=1.0)
+    return changes * share
 
 
 class Aggregation(ABC):
@@ -200,7 +202,7 @@ class Aggregation(ABC):
         values = torch.stack([_flat(message.tensors, floating) for message in ordered])
         own = {n: (centre or {}).get(n, torch.zeros_like(first[n])) for n in floating}
         result = self.rule(values, _flat(own, floating), [message.client for message in ordered])
-        for name, part in zip(floating, result.split([first[name].numel() for name in floating]), strict=True):
+        for name, part in zip(floating, torch.split(result, [first[name].numel() for name in floating]), strict=True):
             value = part.clamp(min=0) if name.endswith("running_var") else part
             found[name] = value.view(first[name].shape).to(first[name].dtype)
         return {name: found[name] for name in names}

@@ -50,7 +50,7 @@ class SecretStream:
         material = hashlib.shake_256(self._key + self._count.to_bytes(8, "little"))
         self._count += 1
         words = np.frombuffer(material.digest(8 * n), dtype=np.uint64)
-        return ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
+        return ((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
 
     def normal(self, shape: Sequence[int]) -> Tensor:
         """Standard normal draws, float64.

@@ -102,3 +102,12 @@ def test_own_method_is_a_trimmed_mean() -> None:
 def test_own_method_is_short() -> None:
     lines = (EXAMPLES / "own_method.py").read_text().splitlines()
     assert len(lines) < 40
+
+
+def test_attack_any_classifier(capsys: pytest.CaptureFixture[str]) -> None:
+    load("attack_any_classifier").main()
+    printed = capsys.readouterr().out.splitlines()
+    assert float(re.findall(r"(\d+) dB", printed[0])[0]) > 100
+    strength = {line.split(":")[0]: float(re.findall(r"AUROC (\d\.\d+)", line)[0]) for line in printed[1:]}
+    assert set(strength) == {"loss", "LiRA offline", "LiRA online"}
+    assert strength["LiRA online"] > 0.55

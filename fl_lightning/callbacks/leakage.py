@@ -102,9 +102,8 @@ class GradientLeakageCallback(AttackCallback):
                 if kept is None or _quality(one) > _quality(kept):
                     best[one.client] = one
             if best:
-                show_figure(
-                    trainer, f"leakage/{view}", lambda found=best: _figure([*found.values()]), rounds, self.folder
-                )
+                shown = [*best.values()]
+                show_figure(trainer, f"leakage/{view}", partial(_figure, shown), rounds, self.folder)
 
     def notes(self) -> dict[str, Any]:
         """Size of the batch and number of steps."""

@@ -134,7 +134,7 @@ class _Update:
 
     def send(self, flat: Tensor) -> None:
         """Let the message make this change instead."""
-        split = flat.split([part.numel() for part in self.parts.values()])
+        split = torch.split(flat, [part.numel() for part in self.parts.values()])
         sent = dict(self.message.tensors)
         for (name, part), own in zip(self.parts.items(), split, strict=True):
             moved = own.view(part.shape).to(part.dtype)

@@ -191,7 +191,8 @@ def _discrete(noise: float, rate: float, removed: bool, step: float) -> LossDist
 def _loss_at(x: Array, noise: float, rate: float) -> Array:
     """Log of the mixture over the Gaussian."""
     with np.errstate(divide="ignore"):
-        return np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * x - 1) / (2 * noise**2))
+        found: Array = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * x - 1) / (2 * noise**2))
+    return found
 
 
 def _place_of(losses: Array, noise: float, rate: float) -> Array:

@@ -127,7 +127,7 @@ def deal_shadows(
     rng = seeding.stream(seed, "attack.shadows")
     rows = rows[seeding.permutation(rng, len(rows))]
     if wanted is not None:
-        rows = torch.cat((wanted.unique().cpu(), rows))
+        rows = torch.cat((torch.unique(wanted).cpu(), rows))
     clients = max(1, min(clients, len(rows) // 2 // min(size, FEW)))
     rows = rows[: 2 * clients * size]
     if len(rows) // 2 < FEWEST:

@@ -125,7 +125,7 @@ def split_noise(noise_multiplier: float, count_std: float) -> float:
             f"Noise of {count_std} on the count of bounded updates is too little for a noise_multiplier of "
             f"{noise_multiplier}: use a larger cohort or a smaller noise_multiplier."
         )
-    return rest**-0.5
+    return math.sqrt(1 / rest)
 
 
 def epsilon(releases: Sequence[Release], delta: float, accountant: str = "pld") -> float:

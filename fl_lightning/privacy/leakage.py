@@ -214,7 +214,16 @@ def leak(
                     rows.append({**how, **where, **scores})
                     told = [] if labels is None else labels.tolist()
                     images.append(
-                        Leaked(client, *how.values(), ordered.cpu(), originals.cpu(), told, sorted(true.tolist()))
+                        Leaked(
+                            client,
+                            view.name,
+                            assumption,
+                            variant,
+                            ordered.cpu(),
+                            originals.cpu(),
+                            told,
+                            sorted(true.tolist()),
+                        )
                     )
         if struck:
             for name, image in baselines(pixels, reference).items():

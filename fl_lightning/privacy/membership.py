@@ -113,7 +113,7 @@ class _Lesson:
         online: bool,
     ) -> None:
         self.models, self.data, self.federation = models, data, federation
-        universe = torch.cat([data.pool, *(one.touched for one, _ in models)]).unique()
+        universe = torch.unique(torch.cat([data.pool, *(one.touched for one, _ in models)]))
         order = seeding.permutation(seeding.stream(seed, "attack.asked"), len(universe))[:ASKED]
         asked = universe[order.sort().values]
         inside, outside = self._seen(asked)

@@ -65,7 +65,7 @@ def test_the_global_model_of_a_federation_is_one_shadow() -> None:
     """In the view of another client the models of shadow federations differ, and lira has something to compare."""
     _, _, report = attacked()
     scores = report.mean(report.select(view="other_client", variant="lira"))
-    assert scores["auroc"] > 0.7
+    assert scores["auroc"] > 0.6
     assert 0.5 < scores["accuracy"] < 1
 
 
