@@ -25,7 +25,7 @@ from fl_lightning.nets import MLP
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "FedAvg": (FedAvg, {}),
     "FedPer": (FedPer, {}),
-    "WAFFLe": (WAFFLe, {"factors": {"fc1": 40}}),
+    "WAFFLe": (WAFFLe, {"factors": {"fc1": 40}, "epochs": 2}),
     "PFedMe": (PFedMe, {}),
 }
 
