@@ -19,6 +19,7 @@ from fl_lightning import seeding
 from fl_lightning.engine import Batch, Engine, Gradient, LocalMethod, LocalTraining, Move, Phase, Update, entries
 from fl_lightning.model import NamedModel
 from fl_lightning.parties import Introduction, Me, Reply, Stage
+from fl_lightning.robust import Aggregation
 from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class ServerSide(NamedModel):
     """The server's half of a method. It knows of its clients what they told when they joined, and their messages."""
 
     weighting: Weighting
+    aggregation: Aggregation | None
     roster: Sequence[Introduction]
     exchange: Clients
     completed_rounds: int
@@ -137,6 +139,8 @@ class ServerSide(NamedModel):
 
     #: True if the aggregate is a mean with data-independent weights; central noise needs this.
     aggregates_by_mean: ClassVar[bool] = True
+    #: True if a robust rule may stand for the mean of what clients send.
+    takes_rules: ClassVar[bool] = True
     #: True if the server's model may get units that it did not begin with.
     grows: bool = False
 
@@ -176,15 +180,22 @@ class ServerSide(NamedModel):
         return self.mean(messages)
 
     def mean(
-        self, messages: Sequence[Message], weights: Sequence[float] | None = None, names: Sequence[str] | None = None
+        self,
+        messages: Sequence[Message],
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        centre: State | None = None,
     ) -> State:
-        """The weighted mean of messages.
+        """The weighted mean of messages, or what the ``aggregation`` rule makes of them, which leaves weights out.
 
         Args:
             messages: at least one.
             weights: one for each message; None weighs them as ``weighting`` says.
             names: the entries to average; None means all.
+            centre: the model that clients began with, for rules that measure changes; None means the server's.
         """
+        if self.aggregation is not None:
+            return self.aggregation(messages, self.server_state() if centre is None else centre, names)
         return weighted_mean(messages, message_weights(messages, self.weighting) if weights is None else weights, names)
 
     def round_metrics(self) -> dict[str, float]:

@@ -38,6 +38,7 @@ from fl_lightning.nets import FedNet
 from fl_lightning.optim import step_schedulers
 from fl_lightning.parties import Introduction, Setting, Stage
 from fl_lightning.progress import federated_progress_bar
+from fl_lightning.robust import Aggregation
 from fl_lightning.schedules import Schedule
 from fl_lightning.signals import SignalsCallback
 from fl_lightning.simulation import RankedClients, SimulatedClients
@@ -99,6 +100,8 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
             start anew in every round and are averaged for evaluation (``reset``).
         server_optimizer: makes the optimizer that steps the server's model along the mean change; plain SGD with
             learning rate 1, the default, is FedAvg, adaptive ones give FedOpt.
+        aggregation: a rule of :mod:`fl_lightning.robust`, such as ``Median()``, in place of the mean of what clients
+            send; None takes the mean.
         engine: how a cohort is trained: ``auto``, ``sequential``, ``stacked``, ``captured`` or ``compiled``.
         clients_per_stack: how many clients are trained together at most.
         workers: how many processes the clients of a round are shared out to, each with one core.
@@ -123,6 +126,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         weighting: Weighting = "samples",
         buffers: BufferPolicy = "average",
         server_optimizer: ServerOptimizer | None = None,
+        aggregation: Aggregation | None = None,
         engine: str = "auto",
         clients_per_stack: int = 16,
         workers: int = 1,
@@ -132,7 +136,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         super().__init__()
         self.automatic_optimization = False
         self.seed = seeding.default_seed() if seed is None else seed
-        self.save_hyperparameters(ignore=["net", "server_optimizer", "optimizer", "lr_schedule", "task"])
+        self.save_hyperparameters(ignore=["net", "server_optimizer", "aggregation", "optimizer", "lr_schedule", "task"])
         schedule = None if lr_schedule is None else schedules.made(lr_schedule, "lr_schedule")
         local = LocalTraining(lr, epochs, batch_size, momentum, weight_decay, clip_norm, optimizer, keep_optimizer)
         self.local = replace(local, schedule=schedule, schedule_by=lr_schedule_by)
@@ -141,7 +145,12 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.net: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
         self.weighting: Weighting = one_of("weighting", weighting, ("samples", "uniform"))
         self.buffers_policy: BufferPolicy = one_of("buffers", buffers, ("average", "keep", "reset"))
-        self.server_optimizer = server_optimizer
+        self.server_optimizer, self.aggregation = server_optimizer, aggregation
+        if aggregation is not None and not self.takes_rules:
+            raise FederationError(
+                f"The server of {type(self).__name__} weighs clients in a way of its own, which a robust rule would "
+                "undo: leave aggregation out."
+            )
         self.engine: Engine = make_engine(engine, clients_per_stack, workers)
         #: What is kept of every client between rounds.
         self.snapshots = SnapshotStore() if store is None else DiskSnapshotStore(store)

@@ -156,3 +156,12 @@ def test_own_optimizer() -> None:
     assert example.main(rounds=6)["acc"] > 0.3
     source = inspect.getsource(example.main).partition("# These are")[2].partition("found =")[0]
     assert len([line for line in source.splitlines()[1:] if line.strip()]) < 10
+
+
+def test_attack_any_classifier(capsys: pytest.CaptureFixture[str]) -> None:
+    load("attack_any_classifier").main()
+    printed = capsys.readouterr().out.splitlines()
+    assert float(re.findall(r"(\d+) dB", printed[0])[0]) > 100
+    strength = {line.split(":")[0]: float(re.findall(r"AUROC (\d\.\d+)", line)[0]) for line in printed[1:]}
+    assert set(strength) == {"loss", "LiRA offline", "LiRA online"}
+    assert strength["LiRA online"] > 0.55

@@ -14,7 +14,9 @@ from fl_lightning.callbacks.inversion import ModelInversionCallback
 from fl_lightning.callbacks.leakage import GradientLeakageCallback
 from fl_lightning.callbacks.ledger import LedgerCallback
 from fl_lightning.callbacks.membership import MembershipInferenceCallback
+from fl_lightning.callbacks.poisoning import BackdoorCallback, LabelFlipCallback, UpdatePoisoningCallback
 from fl_lightning.callbacks.predictions import PredictionWriter
+from fl_lightning.callbacks.private_sgd import PrivateSGDCallback
 from fl_lightning.callbacks.record import RunRecord
 from fl_lightning.progress import (
     FederatedRichProgressBar,
@@ -26,6 +28,7 @@ from fl_lightning.signals import SignalsCallback
 
 __all__ = [
     "AgentWeightsCallback",
+    "BackdoorCallback",
     "ClustersCallback",
     "Dashboard",
     "DifferentialPrivacyCallback",
@@ -37,13 +40,16 @@ __all__ = [
     "FederatedTQDMProgressBar",
     "GradientLeakageCallback",
     "InferredDistributionCallback",
+    "LabelFlipCallback",
     "LedgerCallback",
     "MembershipInferenceCallback",
     "ModelInversionCallback",
     "ParameterBiasCallback",
     "PredictionWriter",
+    "PrivateSGDCallback",
     "RoundProgress",
     "RunRecord",
     "SignalsCallback",
+    "UpdatePoisoningCallback",
     "federated_progress_bar",
 ]

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from fl_lightning import seeding
-from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.callbacks.base import FederatedCallback, Several
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.fairness import client_groups
 from fl_lightning.errors import FederationError
@@ -31,7 +31,7 @@ ViewName = Literal["outsider", "server", "other_client", "insider"]
 ALL_VIEWS: tuple[ViewName, ...] = ("outsider", "server", "other_client", "insider")
 
 
-class AttackCallback(FederatedCallback):
+class AttackCallback(Several, FederatedCallback):
     """Base of the attacks. It listens in a fit and strikes at its end, or every so many rounds, or after a test.
 
     In a fit the messages are those that crossed. After ``trainer.test(ckpt_path=...)`` the clients are asked for those
@@ -56,6 +56,8 @@ class AttackCallback(FederatedCallback):
     metric_prefix: ClassVar[str]
     #: The score that tells how strong an attack is.
     by: ClassVar[str]
+    #: The score by which an attacker, who does not know how well it did, chooses among attacks; None: in hindsight.
+    pick: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -201,7 +203,7 @@ class AttackCallback(FederatedCallback):
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*many workers.*|.*number of training batches.*|.*treespec.*")
             rows = self.strike(trainer, run)
-        report = Report(self.attack, type(module).__name__, rounds, rows, self.by, self.notes())
+        report = Report(self.attack, type(module).__name__, rounds, rows, self.by, self.notes(), self.pick)
         self.reports[rounds] = report
         for logger in trainer.loggers:
             logger.log_metrics(report.scalars(), step=rounds)

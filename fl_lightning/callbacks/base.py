@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.wire import Message, State
+
+
+class Several(Callback):
+    """A callback of which a Trainer may have several with different options.
+
+    Lightning keeps the state of callbacks by a key, by default the class; here the options are part of it, but for the
+    folder of their files.
+    """
+
+    #: Options that were passed, in words.
+    _options: str = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _noting(cls.__init__)  # type: ignore[method-assign]
+
+    @property
+    def state_key(self) -> str:
+        """The class and the options that were passed; without any the class alone."""
+        return type(self).__qualname__ + self._options
+
+
+def _noting(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that notes the options of the outermost call that differ from the defaults."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def noting(self: Several, *args: Any, **kwargs: Any) -> None:
+        if "_options" not in vars(self):
+            bound = signature.bind(self, *args, **kwargs).arguments
+            bound = {n: v for n, v in bound.items() if n not in ("self", "folder")}
+            passed = {n: v for n, v in bound.items() if v != signature.parameters[n].default}
+            self._options = repr(passed) if passed else ""
+        init(self, *args, **kwargs)
+
+    return noting
 
 
 class FederatedCallback(Callback):

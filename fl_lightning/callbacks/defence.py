@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from fl_lightning import seeding
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
-from fl_lightning.privacy.defence import central_std, clipped, epsilon, noised
+from fl_lightning.privacy.accounting import Kind, Release
+from fl_lightning.privacy.defence import (
+    Normal,
+    central_std,
+    change,
+    clipped,
+    epsilon,
+    next_bound,
+    noised,
+    norm,
+    scaled,
+    seeded_normal,
+    split_noise,
+)
+from fl_lightning.secret import SecretStream, new_key
 from fl_lightning.wire import Message, State
 
-#: Sampling rate and clients of rounds, by number.
-Rounds = dict[int, tuple[float, list[int]]]
+#: Noise on the count of bounded updates, as a share of the expected cohort (Andrew et al., 2021).
+COUNT_NOISE = 1 / 20
+
+
+class Round(NamedTuple):
+    """What is to be accounted for of a round."""
+
+    kind: Kind
+    rate: float
+    """The probability with which a client took part; 1 where the cohort is known."""
+    clients: list[int]
+    """Who took part, as often as it sent."""
+
+
+#: Rounds by number.
+Rounds = dict[int, Round]
 
 
 class DifferentialPrivacyCallback(FederatedCallback):
@@ -23,25 +53,37 @@ class DifferentialPrivacyCallback(FederatedCallback):
 
     ``central``: a trusted server clips the updates and noises their mean (DP-FedAvg, McMahan et al., 2018). Its model
     hides whether a client's update is in the mean or nothing (0) in its place, weights being public; whoever reads the
-    wire sees updates as they were. The accountant takes the cohort for a Poisson sample, which a cohort of fixed size
-    is nearly.
+    wire sees updates as they were.
 
     ``local``: every client clips and noises its own message before it leaves. Whatever data a client has, its messages
     look alike; two updates differ by up to twice the bound, so the same noise is worth half. Epsilon is that of the
     client that took part most often.
 
+    Sampling of clients makes epsilon smaller only if nobody can tell who took part: the DataModule needs
+    ``secret_cohorts``, the method ``weighting="uniform"``, and the noise is central. The mean is then taken over the
+    expected cohort. ``sampling="poisson"`` is accounted for exactly, cohorts of a fixed size by a bound that is much
+    larger. In all other cases every client is accounted for the rounds in which it took part.
+
     The update is the message less what the client received; all that crosses is bounded and noised together: weights,
     running statistics, control variates, losses. Integer entries are left as they are.
+
+    Noise comes from the operating system, so that a resumed or repeated run has other noise. With
+    ``reproducible_noise`` it follows from the seed, and whoever knows the seed, 0 by default, can take it off again:
+    for experiments only, and ``privacy/noise_reproducible`` is logged with every epsilon.
 
     What an earlier fit with this callback released counts, too, and noise is never used twice.
 
     Args:
-        clip: largest norm of a client's update.
+        clip: largest norm of a client's update; with ``quantile`` the first one.
         noise_multiplier: standard deviation of the noise as a multiple of ``clip``: of the sum of the updates if
             ``central`` (for clients of equal weight), of every message if ``local``.
         where: ``central`` or ``local``.
         delta: the probability with which the bound may fail; None means one over ten times the number of clients.
-        accountant: opacus's ``rdp`` (quick) or ``prv`` (tighter).
+        accountant: ``pld``, or opacus's ``rdp`` or ``prv``.
+        reproducible_noise: draw the noise from the run's seed.
+        quantile: let ``clip`` follow this quantile of the updates' norms, told by a noisy count that epsilon includes;
+            None keeps it.
+        clip_rate: how fast it follows.
     """
 
     def __init__(
@@ -50,7 +92,10 @@ class DifferentialPrivacyCallback(FederatedCallback):
         noise_multiplier: float = 1.0,
         where: Literal["central", "local"] = "central",
         delta: float | None = None,
-        accountant: Literal["rdp", "prv"] = "rdp",
+        accountant: Literal["pld", "rdp", "prv"] = "pld",
+        reproducible_noise: bool = False,
+        quantile: float | None = None,
+        clip_rate: float = 0.2,
     ) -> None:
         if not clip > 0:
             raise FederationError(f"clip must be greater than 0, not {clip}.")
@@ -58,13 +103,16 @@ class DifferentialPrivacyCallback(FederatedCallback):
             raise FederationError(f"noise_multiplier must be 0 or more, not {noise_multiplier}.")
         if where not in ("central", "local"):
             raise FederationError(f"where must be central or local, not {where!r}.")
-        if accountant not in ("rdp", "prv"):
-            raise FederationError(f"accountant must be rdp or prv, not {accountant!r}.")
+        if accountant not in ("pld", "rdp", "prv"):
+            raise FederationError(f"accountant must be pld, rdp or prv, not {accountant!r}.")
         if delta is not None and not 0 < delta < 1:
             raise FederationError(f"delta must lie between 0 and 1, not at {delta}.")
+        if quantile is not None and not (0 < quantile < 1 and where == "central"):
+            raise FederationError(f"quantile must lie between 0 and 1 and needs where='central', not {quantile}.")
         self.clip, self.noise_multiplier, self.where = clip, noise_multiplier, where
-        self.delta, self.accountant = delta, accountant
-        #: Sampling rate and clients of every round so far.
+        self.delta, self.accountant, self.reproducible_noise = delta, accountant, reproducible_noise
+        self.quantile, self.clip_rate = quantile, clip_rate
+        #: What is to be accounted for of every round so far.
         self.rounds: Rounds = {}
         #: The same of every fit before this one.
         self.earlier: list[Rounds] = []
@@ -84,6 +132,10 @@ class DifferentialPrivacyCallback(FederatedCallback):
             )
         self._clients = pl_module.federation.num_clients
         epsilon([], 0.5, self.accountant)
+        if self.reproducible_noise and self.noise_multiplier:
+            rank_zero_warn(
+                "reproducible_noise draws the noise from the seed: epsilon holds only against those who do not know it."
+            )
         if stage == "fit" and self.rounds:  # a checkpoint that is resumed says otherwise
             self.earlier, self.rounds = [*self.earlier, self.rounds], {}
 
@@ -92,7 +144,8 @@ class DifferentialPrivacyCallback(FederatedCallback):
         assert isinstance(pl_module, FederatedModule)
         self.rounds = {number: took for number, took in self.rounds.items() if number < round}
         # A client that trains several models sends as many messages.
-        self.rounds[round] = (min(1.0, len(cohort) / self._clients), sorted(map(pl_module.client_of, cohort)))
+        clients = sorted(map(pl_module.client_of, cohort))
+        self.rounds[round] = Round(*self._sampled(pl_module, clients, round), clients)
         self._received.clear()
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
@@ -102,56 +155,136 @@ class DifferentialPrivacyCallback(FederatedCallback):
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
         """At the client: clip and noise before anything leaves."""
         if self.where == "local":
-            self._protect(trainer, pl_module, message, self.noise_multiplier * self.clip)
+            normal = self._normal(trainer, pl_module, client, new_key())
+            self._protect(message, self.noise_multiplier * self.clip, normal)
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """At the server: clip, and noise so that the mean hides any one client."""
         assert isinstance(pl_module, FederatedModule)
-        if self.where == "central":
-            std = central_std(self.noise_multiplier, self.clip, messages, pl_module.weighting)
-            for message in messages:
-                self._protect(trainer, pl_module, message, std)
+        if self.where == "local":
+            return
+        key: bytes = trainer.strategy.broadcast(new_key())
+        took = self.rounds[trainer.current_epoch]
+        if took.rate < 1 and len(pl_module.stage.clients) != len(took.clients):
+            raise FederationError(
+                f"{type(pl_module).__name__} divides a round into stages, each with a mean of its own, so that its "
+                "secret cohorts are not known to hide a client: set secret_cohorts to false."
+            )
+        drawn = set(took.clients)
+        expected = float(len(messages))
+        if took.rate < 1:
+            drawn = set(pl_module.datamodule.drawn(trainer.current_epoch))
+            expected = took.rate * self._clients
+        noise, bound = self._noise(expected), self.clip
+        if self.quantile is not None:
+            self._follow(
+                [m for m in messages if m.client in drawn], expected, self._normal(trainer, pl_module, -1, key)
+            )
+        if took.rate < 1:
+            std, share = noise * bound * math.sqrt(len(messages)) / expected, len(messages) / expected
+        else:
+            std, share = central_std(noise, bound, messages, pl_module.weighting), 1.0
+        for message in messages:
+            factor = share if took.rate == 1 or message.client in drawn else 0.0
+            self._protect(message, std, self._normal(trainer, pl_module, message.client, key), bound, factor)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Log epsilon so far."""
-        pl_module.log("privacy/epsilon", self.epsilon(), on_step=False, on_epoch=True, batch_size=1)
+        """Log epsilon so far, and how it is to be taken."""
+        logged = {"privacy/epsilon": self.epsilon()}
+        if self.reproducible_noise:
+            logged["privacy/noise_reproducible"] = 1.0
+        if self.quantile is not None:
+            logged["privacy/clip"] = self.clip
+        for name, value in logged.items():
+            pl_module.log(name, value, on_step=False, on_epoch=True, batch_size=1)
 
     def epsilon(self) -> float:
         """What the rounds so far amount to."""
         delta = 1 / (10 * self._clients) if self.delta is None else self.delta
         every = [took for fit in (*self.earlier, self.rounds) for took in fit.values()]
-        if self.where == "central":
-            rates = Counter(rate for rate, _ in every)
-            steps = [(self.noise_multiplier, rate, number) for rate, number in rates.items()]
-        else:
-            took = Counter(client for _, clients in every for client in clients)
-            steps = [(self.noise_multiplier / 2, 1.0, max(took.values()))] if took else []
-        return epsilon(steps, delta, self.accountant)
+        secret = Counter((took.kind, took.rate) for took in every if took.rate < 1)
+        known = _seen(every, self._worth)
+        if not secret:
+            return epsilon(known, delta, self.accountant)
+        sampled = [Release(kind, self.noise_multiplier, rate, number) for (kind, rate), number in secret.items()]
+        sampled += _seen([took for took in every if took.rate == 1], self._worth)
+        found = epsilon(sampled, delta, self.accountant)
+        # Who knew the cohorts would know at least as much.
+        return min(found, epsilon(known, delta)) if self.accountant == "pld" else found
 
     def run_metrics(self) -> dict[str, float]:
-        """Epsilon, for the tables of ``fl-lightning reproduce``."""
-        return {"epsilon": self.epsilon()}
+        """Epsilon, for the tables of ``fl-lightning reproduce``, and whether its noise follows from the seed."""
+        return {"epsilon": self.epsilon()} | ({"noise_reproducible": 1.0} if self.reproducible_noise else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The rounds that count, for a run that is resumed."""
+        """The rounds that count and the bound, for a run that is resumed."""
         rounds, *earlier = (
-            {number: [rate, list(took)] for number, (rate, took) in fit.items()} for fit in (self.rounds, *self.earlier)
+            {number: [took.kind, took.rate, list(took.clients)] for number, took in fit.items()}
+            for fit in (self.rounds, *self.earlier)
         )
-        return {"rounds": rounds, "earlier": earlier}
+        return {"rounds": rounds, "earlier": earlier, "clip": self.clip}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.rounds, *self.earlier = (
-            {int(number): (rate, list(took)) for number, (rate, took) in fit.items()}
+            {int(number): Round(*took) for number, took in fit.items()}
             for fit in (state_dict["rounds"], *state_dict.get("earlier", ()))
         )
+        if self.quantile is not None:
+            self.clip = state_dict["clip"]
 
-    def _protect(self, trainer: Trainer, module: Any, message: Message, std: float) -> None:
-        rng = seeding.stream(module.seed, self._purpose(module), trainer.current_epoch, message.client)
-        bounded = clipped(message.tensors, self._received[message.client], self.clip)
-        message.tensors = noised(bounded, std, rng) if std else bounded
+    @property
+    def _worth(self) -> float:
+        """Noise over the largest difference of two updates: one is nothing, or of other data."""
+        return self.noise_multiplier / (1 if self.where == "central" else 2)
+
+    def _sampled(self, module: FederatedModule, clients: list[int], round: int) -> tuple[Kind, float]:
+        """How the cohort was drawn, and the rate with which epsilon may count on it."""
+        data = module.datamodule
+        secret = getattr(data, "secret_cohorts", False) and self.where == "central" and module.weighting == "uniform"
+        if not secret or data.fraction == 1 or clients != sorted(data.cohort(round)):
+            return "gaussian", 1.0
+        if data.sampling == "poisson":
+            return "poisson", data.fraction
+        return "fixed", len(clients) / self._clients
+
+    def _noise(self, expected: float) -> float:
+        """Noise multiplier of the updates."""
+        if self.quantile is None or not self.noise_multiplier:
+            return self.noise_multiplier
+        return split_noise(self.noise_multiplier, COUNT_NOISE * expected)
+
+    def _follow(self, messages: list[Message], expected: float, normal: Normal) -> None:
+        """Move the bound towards the quantile of the norms."""
+        assert self.quantile is not None
+        inside = sum(0.5 if norm(change(m.tensors, self._received[m.client])) <= self.clip else -0.5 for m in messages)
+        noise = COUNT_NOISE * expected * float(normal((1,))) if self.noise_multiplier else 0.0
+        self.clip = next_bound(self.clip, 0.5 + (inside + noise) / expected, self.quantile, self.clip_rate)
+
+    def _protect(
+        self, message: Message, std: float, normal: Normal, bound: float | None = None, factor: float = 1.0
+    ) -> None:
+        """Bound a message's change, scale it and add noise."""
+        received = self._received[message.client]
+        bounded = clipped(message.tensors, received, self.clip if bound is None else bound)
+        if factor != 1.0:
+            bounded = scaled(bounded, received, factor)
+        message.tensors = noised(bounded, std, normal) if std else bounded
+
+    def _normal(self, trainer: Trainer, module: Any, client: int, key: bytes) -> Normal:
+        """Where the noise of a message comes from."""
+        if not self.reproducible_noise:
+            return SecretStream(key, str(client)).normal
+        purpose = self._purpose(module) if client >= 0 else f"{self._purpose(module)}.count"
+        return seeded_normal(seeding.stream(module.seed, purpose, trainer.current_epoch, max(client, 0)))
 
     def _purpose(self, module: FederatedModule) -> str:
         """What the noise is drawn for: another fit, and another stage of a round, draw their own."""
         parts = (len(self.earlier), module.completed_stages)
         return ".".join([f"privacy.{self.where}", *(map(str, parts) if any(parts) else ())])
+
+
+def _seen(rounds: list[Round], noise: float) -> list[Release]:
+    """Releases of the client that took part most often, whom everybody sees take part."""
+    took = Counter(client for one in rounds for client in one.clients)
+    return [Release("gaussian", noise, 1.0, max(took.values()))] if took else []

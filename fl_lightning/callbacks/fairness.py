@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from fl_lightning.callbacks.base import Several
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
 from fl_lightning.metrics import fairness_summary, group_means, majority_minority
-from fl_lightning.metrics.fairness import scored
+from fl_lightning.metrics.fairness import corrected_variance, fairness_intervals, scored
 from fl_lightning.module import FederatedModule
 
 #: With more groups than this only their gap is logged; the table lists all.
@@ -35,10 +36,11 @@ PERCENT = {"worst10", "local_gap", "local_worse"}
 Row = dict[str, str]
 
 
-class FairnessCallback(Callback):
+class FairnessCallback(Several):
     """Logs how evenly the clients are served, after every round and at the test.
 
-    Logged under ``val/`` and ``test/``: ``variance`` (percent squared), ``jain``, ``entropy``, and where clients form
+    Logged under ``val/`` and ``test/``: ``variance`` (percent squared), ``variance_corrected`` (less what few samples
+    alone make of clients that are equal), ``jain``, ``entropy``, and where clients form
     groups ``gap`` and the groups' mean accuracies, ``acc_majority`` and ``acc_minority`` (``acc_<group>_<value>`` for
     more than two groups). With a TensorBoard logger ``acc_clients`` is the histogram over clients. ``local`` adds
     ``local_gap``, the mean gain over training alone, and ``local_worse``, the share of clients that had better stayed
@@ -122,6 +124,9 @@ class FairnessCallback(Callback):
         logs = fairness_summary(accuracies, self._groups, self._local.get(split))
         if isinstance(module, FederatedModule):
             del logs["worst10"]  # the module logs it
+            sizes = module.federation.index(split).sizes
+            if len(sizes) == len(accuracies):
+                logs["variance_corrected"] = corrected_variance(accuracies, sizes.to(accuracies.device))
         if self._groups is not None and 1 < len(self._names) <= CURVES:
             means = group_means(accuracies, self._groups)
             logs |= {f"acc_{name}": mean for name, mean in zip(self._names, means, strict=True)}
@@ -280,11 +285,15 @@ def _row(population: str, accuracies: Tensor, members: Tensor, local: Tensor | N
     """One sub-population's row of the table."""
     own = accuracies[members]
     summary = fairness_summary(own, local=None if local is None else local[members])
+    ends = fairness_intervals(own)
     row = {"population": population, "clients": str(len(scored(own))), "accuracy": f"{100 * scored(own).mean():.2f}"}
     for column, name in COLUMNS.items():
         if name in summary:
-            digits = 4 if name in ("jain", "entropy") else 2
-            row[column] = f"{float(summary[name]) * (100 if name in PERCENT else 1):.{digits}f}"
+            digits, unit = 4 if name in ("jain", "entropy") else 2, 100 if name in PERCENT else 1
+            row[column] = f"{float(summary[name]) * unit:.{digits}f}"
+            if name in ends:
+                low, high = (f"{end * unit:.{digits}f}" for end in ends[name])
+                row[f"{column} (95%)"] = f"{low} to {high}"
     return row
 
 

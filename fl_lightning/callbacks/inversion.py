@@ -26,7 +26,9 @@ class ModelInversionCallback(AttackCallback):
     Adam on the cross entropy of the class, total variation and squared norm, over pixels in [0, 1]. Reported for each
     client, view and assumption: ``psnr`` (dB) and ``ssim`` to the mean of up to 100 of the client's own training images
     of the class, and ``attack_acc``, the share of reconstructions in which a classifier that was trained apart sees the
-    class; its own accuracy is noted. Strongest is the one of highest PSNR. Higher is worse for the client.
+    class; its own accuracy is noted. Strongest is the one of highest PSNR. Higher is worse for the client. The
+    baselines ``grey``, ``mean`` and ``class mean`` (of the adversary's own samples) need no model: an attack shows what
+    a model tells only where it is better than they are.
 
     With a TensorBoard logger the reconstructions are an image ``inversion/<view>``: one row for each class, the mean of
     the class first. The log folder gets them as ``inversion.pt``.
@@ -58,7 +60,7 @@ class ModelInversionCallback(AttackCallback):
         steps: int = 500,
         starts: int = 10,
         rate: float = 0.1,
-        variation: float = 1e-3,
+        variation: float = 1.0,
         norm: float = 1e-4,
         most_classes: int = 10,
         judge_epochs: int = EPOCHS,
@@ -85,7 +87,7 @@ class ModelInversionCallback(AttackCallback):
         module = run.module
         if self._judge is None:
             self._judge = Judge.trained(module.federation, module.seed, self.judge_epochs, self.judge_path)
-        reference = attack_data(module.federation, [], module.seed, shadows=0).reference
+        reference = attack_data(module.federation, [], module.seed).reference
         rows, self.images = invert(
             run, self.views, self.inversion, self._judge, reference, self._groups, self.most_classes
         )

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Trainer
 
 from fl_lightning.callbacks.attacks import AttackCallback, ViewName
 from fl_lightning.errors import FederationError
-from fl_lightning.privacy.leakage import Matching, leak
+from fl_lightning.metrics import psnr
+from fl_lightning.privacy.data import attack_data
+from fl_lightning.privacy.figures import images_figure, show_figure
+from fl_lightning.privacy.gradients import Matching
+from fl_lightning.privacy.leakage import EXACT, Leaked, leak
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.wiretap import Run
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 class GradientLeakageCallback(AttackCallback):
-    """Reconstructs a small batch from the update that a client would send after one step on it.
+    """Reconstructs a small batch from the update that a client would send after a few steps on it.
 
     Updates of whole rounds on hundreds of samples do not give single samples away; this is the worst case, a client
     that trains on next to nothing. The client is asked what it would send in the next round if ``batch`` samples were
     all it had, and nothing of that is kept.
 
-    Reported for each client, view, assumption and variant (``analytic`` where the first layer allows it, ``matching``):
-    ``psnr`` (dB) and ``ssim`` to the batch and ``label_acc``, the share of labels recovered. The view ``other_client``
-    sees no update and yields nothing.
+    Reported for each client, view, assumption and variant (``analytic`` and ``rank_one`` where the first layer is dense
+    or factorised and the batch is one sample, ``matching``): ``psnr`` (dB) and ``ssim`` to the batch and ``label_acc``,
+    the share of labels recovered; and the baselines ``grey`` and ``mean``, which need no message. The view
+    ``other_client`` sees no update and yields nothing. The outsider has one up message and nothing but the common
+    initial weights to compare it with, so that it finds something in the first round only.
+
+    The best reconstructions stand under their originals in the picture ``leakage/<view>``, for TensorBoard and in the
+    log folder.
 
     Args:
         views: the adversaries.
@@ -32,6 +46,8 @@ class GradientLeakageCallback(AttackCallback):
         starts: searches, of which the best match is kept.
         rate: learning rate of Adam.
         variation: weight of the total variation.
+        signed: whether Adam steps along the signs of the gradient.
+        local_steps: the client's steps, all of them on the batch.
         clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
         every: attack after every so many rounds too, not only at the end.
         group: what of the federation's ``meta`` divides the clients in the report.
@@ -44,27 +60,66 @@ class GradientLeakageCallback(AttackCallback):
 
     def __init__(
         self,
-        views: Sequence[ViewName] = ("outsider", "insider"),
+        views: Sequence[ViewName] = ("outsider", "server", "insider"),
         batch: int = 1,
-        steps: int = 300,
+        steps: int = 500,
         starts: int = 1,
         rate: float = 0.1,
-        variation: float = 1e-3,
+        variation: float = 0.1,
+        signed: bool = True,
+        local_steps: int = 1,
         clients: int | None = 3,
         every: int | None = None,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
         super().__init__(views, clients, every, 1, group, folder)
-        for name, value in (("batch", batch), ("steps", steps), ("starts", starts)):
+        for name, value in (("batch", batch), ("steps", steps), ("starts", starts), ("local_steps", local_steps)):
             if value < 1:
                 raise FederationError(f"{name} must be 1 or more, not {value}.")
-        self.batch, self.matching = batch, Matching(steps, starts, rate, variation)
+        self.batch, self.local_steps = batch, local_steps
+        self.matching = Matching(steps, starts, rate, variation, signed)
+        #: The reconstructions of the last attack.
+        self.images: list[Leaked] = []
 
     def strike(self, trainer: Trainer, run: Run) -> list[Row]:
         """Ask for updates and reconstruct."""
-        return leak(run, self.views, self.matching, self.batch, self._groups)
+        module = run.module
+        reference = attack_data(module.federation, [], module.seed).reference
+        initial = self._initial.server_state() if self._initial is not None and self._began else None
+        rows, self.images = leak(
+            run, self.views, self.matching, self.batch, self._groups, self.local_steps, initial, reference
+        )
+        self._show(trainer, module.completed_rounds)
+        return rows
+
+    def _show(self, trainer: Trainer, rounds: int) -> None:
+        """Log the best reconstructions of every view."""
+        for view in dict.fromkeys(one.view for one in self.images):
+            best: dict[int, Leaked] = {}
+            for one in (one for one in self.images if one.view == view and one.images.dim() == 4):
+                kept = best.get(one.client)
+                if kept is None or _quality(one) > _quality(kept):
+                    best[one.client] = one
+            if best:
+                shown = [*best.values()]
+                show_figure(trainer, f"leakage/{view}", partial(_figure, shown), rounds, self.folder)
 
     def notes(self) -> dict[str, Any]:
-        """Size of the batch."""
-        return {"samples of the batch": self.batch}
+        """Size of the batch and number of steps."""
+        return {"samples of the batch": self.batch, "local steps": self.local_steps}
+
+
+def _quality(one: Leaked) -> float:
+    return float(psnr(one.images, one.originals.to(one.images)).clamp(max=EXACT).mean())
+
+
+def _figure(found: Sequence[Leaked]) -> Figure:
+    """The best reconstruction of every client beside its batch, with the labels that were found."""
+    titles = []
+    for one in found:
+        told = ",".join(map(str, one.labels)) or "?"
+        titles += [f"client {one.client}, {one.variant}\nlabels {','.join(map(str, one.true))}, found {told}"]
+        titles += [""] * (len(one.originals) - 1)
+    originals, images = (torch.cat([getattr(one, name).float() for one in found]) for name in ("originals", "images"))
+    return images_figure(originals, images, titles)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from fl_lightning.callbacks.attacks import ALL_VIEWS, AttackCallback, ViewName
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
-from fl_lightning.privacy.data import AttackData, attack_data
-from fl_lightning.privacy.membership import infer_membership
+from fl_lightning.privacy.data import AttackData, attack_data, deal_shadows
+from fl_lightning.privacy.figures import roc_figure, show_figure
+from fl_lightning.privacy.membership import Scored, infer_membership
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.shadows import train_shadows
 from fl_lightning.privacy.wiretap import Run
@@ -21,23 +26,32 @@ from fl_lightning.privacy.wiretap import Run
 class MembershipInferenceCallback(AttackCallback):
     """Asks of samples whether they were in a client's training data, with the attacks of :mod:`~fl_lightning.privacy`.
 
-    The adversary trains shadows: by default they are the clients of a federation of its own, which begins at the common
-    initial weights and trains for as many rounds as the target did. The rows it uses, the members and the
-    non-members are disjoint (:func:`~fl_lightning.privacy.attack_data`).
+    The adversary trains shadow federations, each of as many clients as the target has, which begin at the common
+    initial weights and train for as many rounds with as large a share of the clients as the target did; half of the
+    adversary's rows are in each, dealt at random. The rows it uses, the members and the non-members are disjoint
+    (:func:`~fl_lightning.privacy.attack_data`), unless it is ``online``.
 
-    Reported for each client, view, assumption and attack (``shadow``, ``loss``, ``lira``): ``accuracy`` and ``f1`` at
-    the line that the shadows teach, ``auroc``, ``best_accuracy`` at the best line in hindsight, ``tpr_at_1`` and
-    ``tpr_at_01``, the share of members found with 1% and 0.1% of false alarms. Strongest is the one of largest AUROC.
+    Reported for each client, view, assumption and attack (``shadow``, ``loss``, and with three shadows ``lira`` and
+    ``rmia``): ``accuracy`` and ``f1`` at the line that the shadows teach, ``auroc``, ``best_accuracy`` at the best line
+    in hindsight, ``tpr_at_1`` and ``tpr_at_01``, the share of members found with 1% and 0.1% of false alarms (NaN where
+    non-members are too few to tell), ends of 95% intervals, and ``shadow_auroc``. Strongest is the attack that does
+    best on shadows, as the attacker cannot know which does best on the target.
+
+    With a TensorBoard logger the ROC curves are an image ``membership/<view>``. The log folder gets all raw scores as
+    ``membership.pt``.
 
     Args:
         views: the adversaries.
-        shadows: number of shadow models; ``lira`` needs two.
-        samples: members and non-members of each client, and rows of a shadow, at most.
+        shadows: number of shadow federations, each of which costs as much as the target; ``lira`` and ``rmia`` need
+            three.
+        samples: members and non-members of each client, and rows of a shadow's client, at most.
         shadow_start: shadows begin at the ``initial`` weights, or at the global model as it is now (``current``).
         shadow_rounds: rounds that shadows train for; None means as many as the target, and one if they begin at the
             current model.
-        shadows_together: the shadows are clients of one federation, as the target is; else each is the only client of
-            one, and knows its samples better than any client of the target does.
+        shadows_together: a shadow federation has as many clients as the target; else it has one, which knows its
+            samples better than any client of the target does.
+        online: half of the shadow federations are trained on each attacked sample, too, and ``lira_online`` and
+            ``rmia_online`` are carried out.
         clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
         every: attack after every so many rounds too, not only at the end.
         memory: how many messages of a client the server's view uses.
@@ -48,15 +62,17 @@ class MembershipInferenceCallback(AttackCallback):
     attack = "membership"
     metric_prefix = "mia"
     by = "auroc"
+    pick = "shadow_auroc"
 
     def __init__(
         self,
         views: Sequence[ViewName] = ALL_VIEWS,
-        shadows: int = 3,
+        shadows: int = 4,
         samples: int = 1000,
         shadow_start: Literal["initial", "current"] = "initial",
         shadow_rounds: int | None = None,
         shadows_together: bool = True,
+        online: bool = False,
         clients: int | None = 10,
         every: int | None = None,
         memory: int = 3,
@@ -69,31 +85,64 @@ class MembershipInferenceCallback(AttackCallback):
                 raise FederationError(f"{name} must be 1 or more, not {value}.")
         if shadow_start not in ("initial", "current"):
             raise FederationError(f"shadow_start must be initial or current, not {shadow_start!r}.")
-        self.shadows, self.samples = shadows, samples
+        self.shadows, self.samples, self.online = shadows, samples, online
         self.shadow_start, self.shadow_rounds, self.shadows_together = shadow_start, shadow_rounds, shadows_together
         #: The rows of the last attack.
         self.data: AttackData | None = None
+        #: Its raw scores.
+        self.scored: list[Scored] = []
+        self._dealt: list[list[Tensor]] = []
 
     def strike(self, trainer: Trainer, run: Run) -> list[Row]:
         """Train shadows and attack."""
         module = run.module
-        self.data = attack_data(module.federation, run.clients, module.seed, self.samples, self.shadows)
-        inside = [rows for rows, _ in self.data.shadows]
+        federation = module.federation
+        clients = federation.num_clients if self.shadows_together else 1
+        self.data = data = attack_data(federation, run.clients, module.seed, self.samples, clients)
+        size = min(self.samples, int(federation.train.sizes.median()))
+        wanted = torch.cat([*data.members.values(), *data.nonmembers.values()]) if self.online else None
+        self._dealt = deal_shadows(data.pool, self.shadows, clients, size, module.seed, wanted)
         current = self.shadow_start == "current"
         rounds = self.shadow_rounds or (1 if current else max(1, module.completed_rounds))
+        fraction = getattr(module.datamodule, "fraction", 1.0) if self.shadows_together else 1.0
         start = self._start(module, current)
-        shadows = train_shadows(start, module.federation, inside, rounds, trainer, self.shadows_together, self.memory)
-        return infer_membership(run, shadows, self.data, self.views, self._groups)
+        shadows = train_shadows(start, federation, self._dealt, rounds, trainer, self.memory, fraction)
+        rows, self.scored = infer_membership(run, shadows, data, self.views, self._groups, self.online)
+        self._show(trainer, module.completed_rounds)
+        return rows
 
     def notes(self) -> dict[str, Any]:
         """How many samples and shadows, and whose rows they were."""
         assert self.data is not None
         sizes = [len(rows) for rows in self.data.members.values()]
+        each = [len(part) for part in self._dealt[0]]
         return {
             "members and as many non-members per client": f"{min(sizes)} to {max(sizes)}",
-            "shadows": f"{self.shadows} of {len(self.data.shadows[0][0])} rows, from the {self.shadow_start} model",
+            "shadows": f"{self.shadows} federations of {len(each)} clients of {each[0]} rows, from the "
+            f"{self.shadow_start} model",
             "rows of non-members and adversary": self.data.source,
         }
+
+    def _show(self, trainer: Trainer, rounds: int) -> None:
+        """Log the ROC curves and keep the raw scores."""
+        for view in dict.fromkeys(one.how["view"] for one in self.scored):
+            curves: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+            for one in self.scored:
+                if one.how["view"] == view:
+                    name = f"{one.how['assumption']}, {one.how['variant']}"
+                    scores, members = curves.setdefault(name, ([], []))
+                    scores.append(one.result.scores)
+                    members.append(one.result.members)
+            joined = {name: (torch.cat(scores), torch.cat(members)) for name, (scores, members) in curves.items()}
+            show_figure(trainer, f"membership/{view}", partial(roc_figure, joined), rounds, self.folder)
+        folder = self.folder or trainer.log_dir
+        if folder is not None and trainer.is_global_zero:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            raw = [
+                {"client": o.client, **o.how, "scores": o.result.scores, "members": o.result.members}
+                for o in self.scored
+            ]
+            torch.save(raw, Path(folder) / "membership.pt")
 
     def _start(self, module: FederatedModule, current: bool) -> FederatedModule:
         assert self._initial is not None

@@ -22,8 +22,10 @@ from fl_lightning.datamodules.manifest import Manifest
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, hash_tensors
 from fl_lightning.datamodules.partitions.deal import by_class
 from fl_lightning.datamodules.partitions.iid import IID
+from fl_lightning.datamodules.sampling import Sampling, drawn, trained
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex, Federation, Split
+from fl_lightning.secret import new_key
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,6 +96,9 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         manifest: a manifest written by ``fl-lightning partition``; its partition is used, and data that differs from
             the data it was made with is refused.
         limit: use only about so many samples, the same share of every class, drawn by ``seed``; None uses all.
+        sampling: a round's cohort has a ``fixed`` size, or every client takes part for itself (``poisson``).
+        secret_cohorts: draw cohorts from the operating system's randomness rather than from ``seed``, as amplification
+            of differential privacy by sampling needs; the key lies in the checkpoints.
     """
 
     num_classes: int
@@ -113,8 +118,14 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         manifest: str | None = None,
         limit: int | None = None,
         eval_only: list[int] | None = None,
+        sampling: Sampling = "fixed",
+        secret_cohorts: bool = False,
     ) -> None:
         super().__init__()
+        if sampling not in ("fixed", "poisson"):
+            raise FederationError(f"sampling must be fixed or poisson, not {sampling!r}.")
+        self.sampling, self.secret_cohorts = sampling, secret_cohorts
+        self._key = new_key() if secret_cohorts else None
         _check_scheme(partition)
         val_fraction = HELD_OUT if val_fraction is None else val_fraction
         for name, value in (("fraction", fraction), ("val_fraction", val_fraction)):
@@ -170,7 +181,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         return self.num_classes or (1 if targets.dim() == 1 else int(targets.shape[1]))
 
     def setup(self, stage: str | None = None) -> None:
-        """Build the federation; later calls change nothing."""
+        """Build the federation, and let all processes know the key of secret cohorts; later calls change nothing."""
         module = getattr(self.trainer, "lightning_module", None)
         if module is not None and not hasattr(module, "cohort"):
             kind = type(module).__name__
@@ -179,6 +190,8 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
                 f"train federate({kind}(...)), or {kind} on Pooled({type(self).__name__}(...))."
             )
         _ = self.federation
+        if self._key is not None and self.trainer is not None and self.trainer.world_size > 1:
+            self._key = self.trainer.strategy.broadcast(self._key)
 
     def __repr__(self) -> str:
         """The data, the settings that are not as usual, and who has how much once that is known."""
@@ -202,7 +215,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         shape = self.input_shape
         return {
             "in_features": math.prod(shape),
-            "num_classes": self.num_classes,
+            "num_classes": self.outputs,
             **({"in_channels": shape[0]} if len(shape) == 3 else {}),
         }
 
@@ -295,13 +308,26 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         return "" if self.standardize else "not standardised"
 
     def cohort(self, round: int) -> list[int]:
-        """The clients that train in a round: a pure function of seed and round.
+        """The clients that train in a round: a pure function of seed (or secret key) and round.
 
-        :attr:`cohort_size` clients, uniformly without replacement.
+        With ``fixed`` sampling :attr:`cohort_size` clients, uniformly without replacement. With ``poisson`` sampling at
+        least one, which has not been drawn where :meth:`drawn` is empty.
         """
-        rng = seeding.stream(self.seed, "sampling", round)
-        chosen: list[int] = rng.choice(self.federation.num_clients, self.cohort_size, replace=False).tolist()
-        return chosen
+        return trained(self.drawn(round), self.federation.num_clients, round)
+
+    def drawn(self, round: int) -> list[int]:
+        """The clients that a round draws, of ``poisson`` sampling possibly none."""
+        key = None if self._key is None else self._key + f"cohort.{round}".encode()
+        clients = self.federation.num_clients
+        return drawn(clients, self.fraction, self.sampling, lambda: seeding.stream(self.seed, "sampling", round), key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The key of secret cohorts, so that a resumed run goes on with them."""
+        return {} if self._key is None else {"key": self._key.hex()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._key = bytes.fromhex(state_dict["key"]) if self.secret_cohorts else None
 
     @property
     def cohort_size(self) -> int:

@@ -62,7 +62,7 @@ class FedDAF(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    aggregates_by_mean = False  # the clients' statistics decide the weights
+    aggregates_by_mean = takes_rules = False  # the clients' statistics decide the weights
 
     def __init__(
         self,

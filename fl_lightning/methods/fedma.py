@@ -50,7 +50,7 @@ class FedMA(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    aggregates_by_mean = False  # the clients' weights decide which units are averaged
+    aggregates_by_mean = takes_rules = False  # the clients' weights decide which units are averaged
 
     def __init__(
         self,

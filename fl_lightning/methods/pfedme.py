@@ -46,6 +46,8 @@ class PFedMe(FederatedModule):
 
     plain_sgd = "moves w towards theta by lr * lam of the way"
 
+    takes_rules = False  # the server's own model is in the mean
+
     def __init__(
         self,
         net: FedNet,

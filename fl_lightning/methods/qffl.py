@@ -42,7 +42,7 @@ class QFFL(FederatedModule):
 
     plain_sgd = "estimates the Lipschitz constant as 1 / lr"
 
-    aggregates_by_mean = False  # the clients' losses decide the weights
+    aggregates_by_mean = takes_rules = False  # the clients' losses decide the weights
 
     def __init__(self, net: FedNet, q: float = 0.001, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:
         super().__init__(net, weighting=weighting, **kwargs)

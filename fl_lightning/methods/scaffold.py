@@ -101,5 +101,8 @@ class SCAFFOLD(FederatedModule):
         """Lines 16 and 17: the mean model; c moves by the clients' changes over the number of all clients."""
         for name, control in self.server_control().items():
             changes = [message.tensors[CHANGE + name].double() for message in messages]
+            if self.aggregation is not None:
+                rule = self.aggregation(messages, {}, [CHANGE + name])
+                changes = [rule[CHANGE + name].double() * len(messages)]
             control += (torch.stack(changes).sum(0) / len(self.roster)).to(control.dtype)
         return self.mean(messages, names=self.shared_names)

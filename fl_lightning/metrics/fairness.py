@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from fl_lightning import seeding
 from fl_lightning.metrics.clients import worst_tenth
 
 
@@ -73,6 +74,55 @@ def accuracy_variance(accuracies: Tensor) -> Tensor:
     """
     percent = 100 * scored(accuracies)
     return (percent - percent.mean()).pow(2).mean()
+
+
+def corrected_variance(accuracies: Tensor, samples: Tensor) -> Tensor:
+    """Variance over clients less what the sampling of test samples alone makes, in percent squared, at least 0.
+
+    A client with accuracy a on n samples has the sampling variance a (1 - a) / (n - 1), estimated without bias; their
+    mean, and the share (n - 1) / n that a population variance loses, is taken off.
+
+    Args:
+        accuracies: shape (clients,).
+        samples: test samples of every client, shape (clients,).
+
+    Example:
+        >>> corrected_variance(torch.tensor([0.4, 0.6]), torch.tensor([1001, 1001])).round(decimals=2)
+        tensor(98.8000)
+    """
+    kept = ~accuracies.isnan() & (samples > 1)
+    a, n = accuracies[kept], samples[kept].to(accuracies)
+    clients = len(a)
+    noise = (a * (1 - a) / (n - 1)).mean() * (clients - 1) / max(clients, 1)
+    return (accuracy_variance(a) - 1e4 * noise).clamp(min=0)
+
+
+def fairness_intervals(
+    accuracies: Tensor, seed: int = 0, draws: int = 500, level: float = 0.95
+) -> dict[str, tuple[float, float]]:
+    """Bootstrap intervals over clients of ``variance``, ``worst10``, ``jain`` and ``entropy``, by name.
+
+    Args:
+        accuracies: shape (clients,).
+        seed: of the draws.
+        draws: their number.
+        level: of confidence.
+
+    Example:
+        >>> fairness_intervals(torch.full((5,), 0.5))["worst10"]
+        (0.5, 0.5)
+    """
+    a = scored(accuracies).double().cpu()
+    if not len(a):
+        return {}
+    picks = torch.from_numpy(seeding.stream(seed, "bootstrap").integers(len(a), size=(draws, len(a))))
+    drawn = [fairness_summary(row) for row in a[picks]]
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    found = {}
+    for name in drawn[0]:
+        low, high = torch.quantile(torch.stack([one[name] for one in drawn]), ends).tolist()
+        found[name] = (low, high)
+    return found
 
 
 def worst_decile(accuracies: Tensor) -> Tensor:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from scipy.special import betaincinv
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+
+from fl_lightning import seeding
 
 #: Shares of false alarms at which the share of members that are found is reported, and the names for them.
 FALSE_ALARMS = {"tpr_at_1": 0.01, "tpr_at_01": 0.001}
@@ -66,12 +70,87 @@ def _rates(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
 def tpr_at_fpr(scores: Tensor, members: Tensor, fpr: float) -> Tensor:
     """Largest share of members that a threshold finds with at most the given share of false alarms.
 
+    NaN where there are fewer than 1 / fpr non-members: no share of false alarms but none is then that small.
+
     Example:
-        >>> tpr_at_fpr(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, False]), 0.01)
+        >>> tpr_at_fpr(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, False]), 0.5)
         tensor(1., dtype=torch.float64)
     """
     found, alarms = _rates(scores, members)
+    if fpr * int((~members).sum()) < 1 - 1e-9:
+        return found.new_tensor(torch.nan)
     return found[alarms <= fpr + 1e-12].max()
+
+
+def roc(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares of false alarms and of members found, at every distinct threshold, both of shape (t,).
+
+    Example:
+        >>> [rate.tolist() for rate in roc(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))]
+        [[0.0, 0.0, 1.0, 1.0], [0.0, 0.5, 0.5, 1.0]]
+    """
+    found, alarms = _rates(scores, members)
+    return alarms, found
+
+
+def clopper_pearson(hits: int, number: int, level: float = 0.95) -> tuple[float, float]:
+    """The exact interval of a share of which so many hits were seen.
+
+    Example:
+        >>> tuple(round(end, 4) for end in clopper_pearson(0, 10))
+        (0.0, 0.3085)
+    """
+    tail = (1 - level) / 2
+    low = float(betaincinv(hits, number - hits + 1, tail)) if hits else 0.0
+    high = float(betaincinv(hits + 1, number - hits, 1 - tail)) if hits < number else 1.0
+    return low, high
+
+
+def auroc_interval(
+    scores: Tensor, members: Tensor, seed: int = 0, draws: int = 200, level: float = 0.95
+) -> tuple[float, float]:
+    """The bootstrap interval of the AUROC, members and non-members drawn for themselves.
+
+    Args:
+        scores: higher means member, shape (n,).
+        members: whether each sample is one, boolean, shape (n,).
+        seed: of the draws.
+        draws: their number.
+        level: of confidence.
+    """
+    rng = seeding.stream(seed, "bootstrap")
+    _, place = torch.unique(scores.double().cpu(), return_inverse=True)
+    weights = []
+    for side in (members.cpu(), ~members.cpu()):
+        n = int(side.sum())
+        drawn = torch.from_numpy(rng.multinomial(n, [1 / n] * n, size=draws)).double() / n
+        weights.append(drawn.new_zeros(draws, int(place.max()) + 1).index_add_(1, place[side], drawn))
+    inside, outside = weights
+    found = (inside * (outside.cumsum(1) - outside / 2)).sum(1)
+    ends = torch.quantile(found, found.new_tensor([(1 - level) / 2, (1 + level) / 2]))
+    return float(ends[0]), float(ends[1])
+
+
+def membership_intervals(scores: Tensor, members: Tensor, seed: int = 0) -> dict[str, float]:
+    """Ends of the 95% intervals of AUROC (bootstrap) and of the members found (Clopper-Pearson), by name.
+
+    The latter take the threshold for given.
+
+    Args:
+        scores: higher means member, shape (n,).
+        members: whether each sample is one, boolean, shape (n,).
+        seed: of the bootstrap.
+    """
+    names = ["auroc", *FALSE_ALARMS]
+    if bool(scores.isnan().any()):
+        return {f"{name}_{end}": float("nan") for name in names for end in ("low", "high")}
+    ends = {"auroc": auroc_interval(scores, members, seed)}
+    total = int(members.sum())
+    for name, rate in FALSE_ALARMS.items():
+        share = float(tpr_at_fpr(scores, members, rate))
+        known = not math.isnan(share)
+        ends[name] = clopper_pearson(round(share * total), total) if known else (float("nan"), float("nan"))
+    return {f"{name}_{end}": value for name in names for end, value in zip(("low", "high"), ends[name], strict=True)}
 
 
 def best_accuracy(scores: Tensor, members: Tensor) -> Tensor:
@@ -112,7 +191,7 @@ def membership_summary(scores: Tensor, members: Tensor, threshold: float = 0.5) 
     Example:
         >>> found = membership_summary(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
         >>> {name: round(float(value), 2) for name, value in found.items()}
-        {'accuracy': 0.33, 'f1': 0.5, 'auroc': 0.5, 'best_accuracy': 0.75, 'tpr_at_1': 0.5, 'tpr_at_01': 0.5}
+        {'accuracy': 0.33, 'f1': 0.5, 'auroc': 0.5, 'best_accuracy': 0.75, 'tpr_at_1': nan, 'tpr_at_01': nan}
     """
     measures = {
         "accuracy": attack_accuracy(scores, members, threshold),

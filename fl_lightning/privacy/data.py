@@ -23,6 +23,8 @@ Rows = NDArray[np.int64]
 ADVERSARY = 2 / 3
 #: Fewer members or non-members than this say nothing.
 FEWEST = 8
+#: Clients of a shadow federation are given up before they have fewer rows than this.
+FEW = 32
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class AttackData:
     Args:
         members: training rows of each attacked client.
         nonmembers: for each of them as many rows of the same classes, on which no client trains.
-        shadows: for each shadow the rows it trains on and as many others.
+        pool: the adversary's own rows, for shadows.
         reference: rows on which the adversary guesses what it does not see.
         source: ``unowned`` if non-members and the adversary's rows belong to no client at all, ``held out`` if too few
             do and clients' test rows, on which nobody trains either, are used too.
@@ -40,7 +42,7 @@ class AttackData:
 
     members: dict[int, Tensor]
     nonmembers: dict[int, Tensor]
-    shadows: list[tuple[Tensor, Tensor]]
+    pool: Tensor
     reference: Tensor
     source: str
 
@@ -69,7 +71,7 @@ class _Pool:
 
 
 def attack_data(
-    federation: Federation, clients: Sequence[int], seed: int, samples: int = 1000, shadows: int = 3
+    federation: Federation, clients: Sequence[int], seed: int, samples: int = 1000, shadow_clients: int = 0
 ) -> AttackData:
     """Deal the rows that nobody trains on: some are non-members, the others the adversary's own.
 
@@ -79,23 +81,18 @@ def attack_data(
         federation: the clients' data.
         clients: the clients that are attacked.
         seed: the run's seed.
-        samples: members and non-members of each client, and rows of a shadow, at most; shadows are not larger than the
-            median client.
-        shadows: number of shadows; each is dealt classes as a client picked at random has them.
+        samples: members and non-members of each client at most.
+        shadow_clients: clients of a shadow federation, for which the adversary would like to have rows.
     """
     labels, classes = federation.targets.cpu().numpy(), federation.num_classes
     size = min(samples, int(federation.train.sizes.median()))
-    rows, source = _untrained(federation, (2 * shadows + 2) * size)
+    rows, source = _untrained(federation, (2 * shadow_clients + 2) * size)
     rng = seeding.stream(seed, "attack.data")
     pool = _Pool(rows, labels, classes, rng)
     own = _Pool(pool.take(np.ceil(pool.counts * ADVERSARY).astype(np.int64)), labels, classes, rng)
-    size = min(size, int(own.counts.sum()) // (2 * shadows + 1))
-    dealt = []
-    for _ in range(shadows):
-        like = federation.train[int(rng.integers(federation.num_clients))].cpu().numpy()
-        wanted = np.minimum(_in_proportion(np.bincount(labels[like], minlength=classes), size), own.counts // 2)
-        dealt.append((_tensor(own.take(wanted)), _tensor(own.take(wanted))))
+    size = min(size, int(own.counts.sum()) // 5)
     reference = own.take(_in_proportion(own.counts, size))
+    rest = own.take(own.counts)
     members, nonmembers = {}, {}
     for client in clients:
         draws = seeding.stream(seed, "attack.members", client=client)
@@ -108,12 +105,43 @@ def attack_data(
                 f"only, and {FEWEST} are needed: give the partition fewer samples, so that some rows are nobody's."
             )
         members[client], nonmembers[client] = _tensor(train.take(counts)), _tensor(pool.draw(counts, draws))
-    if shadows and min(len(inside) for inside, _ in dealt) < FEWEST:
+    return AttackData(members, nonmembers, _tensor(rest), _tensor(reference), source)
+
+
+def deal_shadows(
+    rows: Tensor, runs: int, clients: int, size: int, seed: int, wanted: Tensor | None = None
+) -> list[list[Tensor]]:
+    """The rows that each client of some shadow federations trains on; of every two federations each row is in one.
+
+    Clients are dealt rows at random: the adversary does not know which classes the target's clients have. Where rows
+    are few, clients get fewer of them, and below ``FEW`` there are fewer clients.
+
+    Args:
+        rows: the adversary's own.
+        runs: number of federations.
+        clients: number of clients of each.
+        size: rows of a client at most.
+        seed: the run's seed.
+        wanted: rows that are dealt before any other.
+    """
+    rng = seeding.stream(seed, "attack.shadows")
+    rows = rows[seeding.permutation(rng, len(rows))]
+    if wanted is not None:
+        rows = torch.cat((torch.unique(wanted).cpu(), rows))
+    clients = max(1, min(clients, len(rows) // 2 // min(size, FEW)))
+    rows = rows[: 2 * clients * size]
+    if len(rows) // 2 < FEWEST:
         raise FederationError(
-            f"{len(rows)} rows that nobody trains on are too few for {shadows} shadows: give the partition fewer "
-            "samples."
+            f"{len(rows)} rows that nobody trains on are too few for shadows: give the partition fewer samples."
         )
-    return AttackData(members, nonmembers, dealt, _tensor(reference), source)
+    dealt: list[list[Tensor]] = []
+    for number in range(runs):
+        if number % 2 == 0:
+            order = rows[seeding.permutation(rng, len(rows))]
+        half = order[: len(order) // 2] if number % 2 == 0 else order[len(order) // 2 :]
+        half = half[seeding.permutation(rng, len(half))]
+        dealt.append([part.sort().values for part in torch.tensor_split(half, clients)])
+    return dealt
 
 
 def as_clients(federation: Federation, train: Sequence[Tensor], test: Sequence[Tensor] | None = None) -> Federation:

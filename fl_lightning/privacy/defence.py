@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,12 @@ from torch import Tensor
 
 from fl_lightning import seeding
 from fl_lightning.errors import FederationError
+from fl_lightning.privacy import accounting
+from fl_lightning.privacy.accounting import Release
 from fl_lightning.wire import Message, State, Weighting, message_weights
+
+#: Draws standard normals of a shape in float64.
+Normal = Callable[[Sequence[int]], Tensor]
 
 
 def change(sent: State, received: State) -> State:
@@ -41,20 +46,35 @@ def clipped(sent: State, received: State, bound: float) -> State:
         >>> clipped({"w": torch.tensor([3.0, 5.0])}, {"w": torch.tensor([0.0, 1.0])}, bound=1.0)["w"]
         tensor([0.6000, 1.8000])
     """
+    factor = min(1.0, bound / max(norm(change(sent, received)), 1e-30))
+    return dict(sent) if factor == 1.0 else scaled(sent, received, factor)
+
+
+def scaled(sent: State, received: State, factor: float) -> State:
+    """The message with its change multiplied by a factor; integer entries stay."""
     moved = change(sent, received)
-    scale = min(1.0, bound / max(norm(moved), 1e-30))
-    if scale == 1.0:
-        return dict(sent)
-    return {n: received.get(n, torch.zeros_like(v)) + scale * moved[n] if n in moved else v for n, v in sent.items()}
+    return {n: received.get(n, torch.zeros_like(v)) + factor * moved[n] if n in moved else v for n, v in sent.items()}
 
 
-def noised(message: State, std: float, rng: np.random.Generator) -> State:
-    """The message with Gaussian noise on every floating entry; integer entries stay."""
-    return {n: v + std * _normal(rng, v) if v.is_floating_point() else v for n, v in message.items()}
+def noised(message: State, std: float, normal: Normal) -> State:
+    """The message with Gaussian noise on every floating entry; integer entries stay.
+
+    The sum is taken in float64 and rounded to the entry's own precision last.
+
+    Args:
+        message: the named tensors.
+        std: standard deviation of the noise.
+        normal: draws standard normals in float64 of a shape, as :meth:`fl_lightning.secret.SecretStream.normal`.
+    """
+    return {
+        n: (v.double() + std * normal(v.shape).to(v.device)).to(v.dtype) if v.is_floating_point() else v
+        for n, v in message.items()
+    }
 
 
-def _normal(rng: np.random.Generator, like: Tensor) -> Tensor:
-    return seeding.normal(rng, like.shape, like.dtype).to(like.device)
+def seeded_normal(rng: np.random.Generator) -> Normal:
+    """Draws from a stream that whoever knows the seed can repeat."""
+    return lambda shape: seeding.normal(rng, shape, torch.float64)
 
 
 def central_std(noise_multiplier: float, bound: float, messages: Sequence[Message], weighting: Weighting) -> float:
@@ -74,27 +94,66 @@ def central_std(noise_multiplier: float, bound: float, messages: Sequence[Messag
     return noise_multiplier * bound * max(weights) / math.sqrt(sum(w * w for w in weights))
 
 
-def epsilon(steps: Sequence[tuple[float, float, int]], delta: float, accountant: str = "rdp") -> float:
-    """What releases with Gaussian noise amount to, by an accountant of opacus.
+def next_bound(bound: float, inside: float, quantile: float, rate: float) -> float:
+    """A bound that more updates are below in the next round, or fewer (Andrew et al., 2021).
 
     Args:
-        steps: noise multiplier (standard deviation over sensitivity), sampling rate and number of releases.
+        bound: the present one.
+        inside: noisy share of the updates below it.
+        quantile: the share that is to be below it.
+        rate: how fast it moves, by a geometric step.
+
+    Example:
+        >>> next_bound(1.0, 0.5, 0.5, 0.2), round(next_bound(1.0, 1.0, 0.5, 0.2), 4)
+        (1.0, 0.9048)
+    """
+    return bound * math.exp(-rate * (inside - quantile))
+
+
+def split_noise(noise_multiplier: float, count_std: float) -> float:
+    """The noise multiplier of the updates where a count with noise is released, too, and both cost as one.
+
+    The count changes by a half, so that noise_multiplier^-2 = updates^-2 + (2 count_std)^-2.
+
+    Example:
+        >>> round(split_noise(1.0, 5.0), 6)
+        1.005038
+    """
+    rest = noise_multiplier**-2 - (2 * count_std) ** -2
+    if rest <= 0:
+        raise FederationError(
+            f"Noise of {count_std} on the count of bounded updates is too little for a noise_multiplier of "
+            f"{noise_multiplier}: use a larger cohort or a smaller noise_multiplier."
+        )
+    return math.sqrt(1 / rest)
+
+
+def epsilon(releases: Sequence[Release], delta: float, accountant: str = "pld") -> float:
+    """The epsilon of releases with Gaussian noise.
+
+    Args:
+        releases: of any kinds.
         delta: the probability with which the bound may fail.
-        accountant: ``rdp`` or ``prv``.
+        accountant: ``pld`` (:mod:`fl_lightning.privacy.accounting`), or ``rdp`` or ``prv`` of opacus, which know no
+            cohorts of a fixed size.
 
     Returns:
         Epsilon; infinite without noise, 0 without a release.
     """
+    if accountant == "pld":
+        return accounting.epsilon(releases, delta)
     try:
         from opacus.accountants import create_accountant
     except ImportError as error:
         raise FederationError(
-            "Accounting for differential privacy needs opacus: pip install 'fl-lightning[privacy]'."
+            f"The accountant {accountant} needs opacus: pip install 'fl-lightning[privacy]', or use pld."
         ) from error
-    if any(noise <= 0 for noise, _, _ in steps):
+    if any(one.kind == "fixed" and one.rate < 1 for one in releases):
+        raise FederationError(f"The accountant {accountant} knows no cohorts of a fixed size: use pld.")
+    if any(one.noise <= 0 for one in releases):
         return math.inf
-    if not steps:
+    if not releases:
         return 0.0
     made: Any = create_accountant(mechanism=accountant)
-    made.history = [(noise, rate, number) for noise, rate, number in steps]
+    made.history = [(one.noise, one.rate, one.number) for one in releases]
     return float(made.get_epsilon(delta))

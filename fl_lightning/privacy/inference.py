@@ -1,8 +1,9 @@
-"""Was this sample in the client's training data? Three attacks on a model, taught by shadows.
+"""Was this sample in a model's training data? Attacks on any classifier, taught by shadows.
 
 ``shadow`` (Shokri et al., 2017) trains a classifier on what shadows answer for samples they were and were not trained
-on. ``loss`` (Yeom et al., 2018) calls samples of small loss members. ``lira`` (Carlini et al., 2022, offline, with a
-variance common to all samples) asks how much more confident the model is than the shadows, none of which saw it.
+on. ``loss`` (Yeom et al., 2018) calls samples of small loss members. ``lira`` (Carlini et al., 2022) and ``rmia``
+(Zarifzadeh et al., 2024) compare with shadows sample by sample; ``lira_online`` and ``rmia_online`` with shadows that
+were trained on the sample, too.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from fl_lightning import seeding
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import SAMPLES
 from fl_lightning.federation import Federation
-from fl_lightning.metrics import best_threshold
+from fl_lightning.metrics import attack_auroc, best_threshold
 from fl_lightning.module import FederatedModule
+from fl_lightning.privacy import scores
 from fl_lightning.wire import State, fast_copy
 
 #: The attacks by name.
-ATTACKS = ("shadow", "loss", "lira")
+ATTACKS = ("shadow", "loss", "lira", "rmia", "lira_online", "rmia_online")
 #: The attack classifier: hidden units, learning rate of Adam, passes, batch size.
 HIDDEN, RATE, EPOCHS, BATCH = 64, 1e-3, 50, 128
+#: Samples that it is trained on, at most.
+TAUGHT = 3000
 
 
 class Answers(NamedTuple):
@@ -49,11 +53,13 @@ class MembershipResult:
         scores: higher means member, members first, shape (n,).
         members: whether each sample is one, shape (n,).
         threshold: where the attacker draws the line, learned from shadows.
+        shadow_auroc: how strong the attack is on shadows, by which an attacker chooses among attacks.
     """
 
     scores: Tensor
     members: Tensor
     threshold: float
+    shadow_auroc: float
 
 
 @torch.no_grad()
@@ -79,11 +85,12 @@ def answers(
             module.call(state, federation.features(federation.inputs[part], module.compute_dtype), training=False)[0]
             for part in torch.split(rows, SAMPLES)
         ]
-        found.append(_answers(torch.cat(logits).double(), target))
+        found.append(answers_of(torch.cat(logits).double(), target))
     return Answers(*(torch.stack(parts).mean(0) for parts in zip(*found, strict=True)))
 
 
-def _answers(logits: Tensor, target: Tensor) -> Answers:
+def answers_of(logits: Tensor, target: Tensor) -> Answers:
+    """The answers of one model, given as scores by class, shape (n, classes), and the true classes, shape (n,)."""
     log_p = logits.log_softmax(1)
     own = log_p.gather(1, target[:, None])
     others = logits.log_softmax(1).scatter(1, target[:, None], -torch.inf).logsumexp(1)
@@ -93,72 +100,136 @@ def _answers(logits: Tensor, target: Tensor) -> Answers:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What an adversary learned from its shadows for one view and assumption.
+    """What an adversary learns from M shadow models whose training samples it knows; no federation is needed.
 
     Args:
-        inside: each shadow's answers for the samples it was trained on.
-        outside: each shadow's answers for as many others.
-        crossed: ``crossed[i][j]`` are shadow j's answers for the samples of shadow i, inside before outside.
+        known: the models' answers for U samples, stacked, shapes (M, U, ...).
+        inside: which model was trained on which sample, boolean, shape (M, U).
+        outside: which model has not seen it at all; a model of a federation may have seen it through others.
+        groups: models that were trained together have the same number, shape (M,); one is no reference for another.
+        others: each model's probabilities of the true class for samples that none has seen, shape (M, Z).
         seed: of the attack classifier.
+        online: whether attacked samples are among those that shadows are trained on.
     """
 
-    inside: Sequence[Answers]
-    outside: Sequence[Answers]
-    crossed: Sequence[Sequence[Answers]]
+    known: Answers
+    inside: Tensor
+    outside: Tensor
+    groups: Tensor
+    others: Tensor
     seed: int
+    online: bool = False
 
     def __post_init__(self) -> None:
-        if not self.inside:
+        if not len(self.groups):
             raise FederationError("Membership inference needs at least one shadow.")
 
-    @property
-    def members(self) -> Tensor:
-        """Which of all shadows' samples, shadow after shadow, were trained on."""
-        flags = [torch.full_like(part.loss, i == 0) for pair in self._pairs for i, part in enumerate(pair)]
-        return torch.cat(flags).bool()
-
-    @property
-    def _pairs(self) -> list[tuple[Answers, Answers]]:
-        return list(zip(self.inside, self.outside, strict=True))
-
-    def infer(self, target: Answers, references: Sequence[Answers], members: Tensor) -> dict[str, MembershipResult]:
+    def infer(
+        self,
+        target: Answers,
+        references: Answers,
+        inside: Tensor,
+        outside: Tensor,
+        target_others: Tensor,
+        members: Tensor,
+    ) -> dict[str, MembershipResult]:
         """Carry out all attacks that the shadows are enough for.
 
         Args:
-            target: the attacked model's answers.
-            references: each shadow's answers for the same samples.
-            members: which of the samples are members, for the result.
+            target: the attacked model's answers for n samples.
+            references: the shadow models' answers for them, stacked, shapes (M, n, ...).
+            inside: which shadow model was trained on which of them, boolean, shape (M, n).
+            outside: which has not seen it at all.
+            target_others: the attacked model's probabilities for the samples of ``others``, shape (Z,).
+            members: which of the n samples are members, for the result.
         """
-        found = {"shadow": self._by_classifier(target), "loss": self._by_loss(target)}
-        if len(self.inside) > 1:
-            found["lira"] = self._by_confidence(target, references)
-        return {name: MembershipResult(scores, members, line) for name, (scores, line) in found.items()}
+        found = self._plain(target)
+        found |= self._compared(target, references, inside, outside, self.others, target_others)
+        return {
+            name: MembershipResult(value, members, *self.taught[name])
+            for name, value in found.items()
+            if name in self.taught
+        }
 
-    def _by_loss(self, target: Answers) -> tuple[Tensor, float]:
-        known = torch.cat([-part.loss for pair in self._pairs for part in pair])
-        return -target.loss, best_threshold(known, self.members)
+    @cached_property
+    def taught(self) -> dict[str, tuple[float, float]]:
+        """The line that each attack draws, and its AUROC on shadows, each shadow attacked with those trained apart."""
+        values: dict[str, list[Tensor]] = {}
+        flags: dict[str, list[Tensor]] = {}
+        for model in range(len(self.groups)):
+            own, rest = self.inside[model], self.outside[model]
+            apart = self.groups != self.groups[model]
+            plain = own | rest
+            seen = plain & (self.outside & apart[:, None]).any(0)
+            if self.online:
+                seen &= (self.inside & apart[:, None]).any(0)
+            found = [(plain, self._plain(self._known(model, plain)))]
+            if bool((seen & own).any() & (seen & rest).any()):
+                sides = self.inside[apart][:, seen], self.outside[apart][:, seen]
+                known = self._known(model, seen), Answers(*(part[apart][:, seen] for part in self.known))
+                found.append((seen, self._compared(*known, *sides, self.others[apart], self.others[model])))
+            for rows, scored in found:
+                for name, value in scored.items():
+                    values.setdefault(name, []).append(value)
+                    flags.setdefault(name, []).append(own[rows])
+        return {name: _line(torch.cat(values[name]), torch.cat(flags[name]), name == "shadow") for name in values}
 
-    def _by_confidence(self, target: Answers, references: Sequence[Answers]) -> tuple[Tensor, float]:
-        known = []
-        for i, (inside, outside) in enumerate(self._pairs):
-            own = torch.cat((inside.confidence, outside.confidence))
-            rest = [a.confidence for j, a in enumerate(self.crossed[i]) if j != i]
-            known.append(own - torch.stack(rest).mean(0))
-        scores = target.confidence - torch.stack([a.confidence for a in references]).mean(0)
-        return scores, best_threshold(torch.cat(known), self.members)
+    def _known(self, model: int, rows: Tensor) -> Answers:
+        return Answers(*(part[model][rows] for part in self.known))
 
-    def _by_classifier(self, target: Answers) -> tuple[Tensor, float]:
+    def _plain(self, target: Answers) -> dict[str, Tensor]:
+        """Attacks that look at the target alone."""
+        return {"shadow": self._by_classifier(target.features), "loss": scores.loss_scores(target.loss)}
+
+    def _compared(
+        self,
+        target: Answers,
+        references: Answers,
+        inside: Tensor,
+        outside: Tensor,
+        others: Tensor,
+        target_others: Tensor,
+    ) -> dict[str, Tensor]:
+        """Attacks that compare with other models, where each sample has one."""
+        if not len(others) or not bool(outside.any(0).all()):
+            return {}
+        odds, found = references.confidence, dict[str, Tensor]()
+        found["lira"] = scores.lira_offline(target.confidence, odds, outside)
+        chance, theirs = (-target.loss).exp(), (-references.loss).exp()
+        if target_others.numel():
+            found["rmia"] = scores.rmia(chance, theirs, outside, target_others, others)
+        if self.online and bool(inside.any(0).all()):
+            found["lira_online"] = scores.lira_online(target.confidence, odds, inside, outside)
+            if target_others.numel():
+                found["rmia_online"] = scores.rmia(chance, theirs, outside, target_others, others, inside)
+        return found
+
+    def _by_classifier(self, features: Tensor) -> Tensor:
         model, middle, spread = self._classifier
         with torch.no_grad():
-            scores = model(((target.features - middle) / spread).float()).softmax(1)[:, 1]
-        return scores.double(), 0.5
+            chances: Tensor = model(((features - middle) / spread).float()).softmax(1)[:, 1]
+        return chances.double()
 
     @cached_property
     def _classifier(self) -> tuple[nn.Module, Tensor, Tensor]:
-        """The trained classifier, and mean and spread of the features."""
-        known = torch.cat([part.features for pair in self._pairs for part in pair])
+        """The trained classifier, and mean and spread of the features; of each model as many others as members."""
+        features, flags = [], []
+        rng = seeding.stream(self.seed, "attack.balance")
+        for model in range(len(self.groups)):
+            own, rest = (mask[model].nonzero().flatten() for mask in (self.inside, self.outside))
+            number = min(len(own), len(rest), max(1, TAUGHT // (2 * len(self.groups))))
+            for rows, flag in ((own, 1.0), (rest, 0.0)):
+                some = rows[seeding.permutation(rng, len(rows))[:number].to(rows.device)]
+                features.append(self.known.features[model][some])
+                flags.append(torch.full((number,), flag, device=rows.device))
+        known = torch.cat(features)
         middle, spread = known.mean(0), known.std(0).clamp(min=1e-6)
-        return attack_classifier((known - middle) / spread, self.members, self.seed), middle, spread
+        return attack_classifier((known - middle) / spread, torch.cat(flags).bool(), self.seed), middle, spread
+
+
+def _line(values: Tensor, flags: Tensor, half: bool) -> tuple[float, float]:
+    """The line between members and others, and the AUROC."""
+    return 0.5 if half else best_threshold(values, flags), float(attack_auroc(values, flags))
 
 
 def attack_classifier(features: Tensor, members: Tensor, seed: int) -> nn.Module:

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.metrics import psnr, ssim, total_variation
+from fl_lightning.metrics import total_variation
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.judge import Judge
+from fl_lightning.privacy.leakage import compare
 from fl_lightning.privacy.pixels import Pixels
-from fl_lightning.privacy.report import Row
+from fl_lightning.privacy.report import BASELINE, Row
 from fl_lightning.privacy.views import View
 from fl_lightning.privacy.wiretap import Run
 from fl_lightning.wire import State, fast_copy
@@ -34,14 +35,14 @@ class Inversion:
         steps: steps of Adam.
         starts: reconstructions of each class, from different noise.
         rate: learning rate of Adam.
-        variation: weight of the total variation.
-        norm: weight of the squared norm.
+        variation: weight of the total variation, the prior that neighbouring pixels are alike.
+        norm: weight of the squared norm, the prior that images are dark.
     """
 
     steps: int = 500
     starts: int = 10
     rate: float = 0.1
-    variation: float = 1e-3
+    variation: float = 1.0
     norm: float = 1e-4
 
     def reconstruct(
@@ -118,7 +119,9 @@ def invert(
 
     Returns:
         One row per client, view and assumption with ``psnr`` (dB, to the mean of the client's own training images of
-        the class), ``ssim`` and ``attack_acc`` (share that the judge gives the class); and the images.
+        the class), ``ssim`` and ``attack_acc`` (share that the judge gives the class); for each client the baselines
+        that need no model, a grey image and the mean of the adversary's own samples of all classes and of the class;
+        and the images.
     """
     module = run.module
     federation, pixels = module.federation, Pixels.of(module.federation)
@@ -130,6 +133,10 @@ def invert(
         original = classes
         if federation.label_maps is not None:  # the judge knows the labels of the data, not the client's own
             original = federation.label_maps[client].argsort()[torch.tensor(classes)].tolist()
+        where = {"client": client, "group": (groups or {}).get(client, "")}
+        for name, baseline in _baselines(pixels, reference_rows, original).items():
+            scores = compare(baseline, means) | {"attack_acc": judge.share(baseline, original, 1)}
+            rows.append({"view": BASELINE, "assumption": "", "variant": name, **where, **scores})
         known: list[tuple[Sequence[State], Tensor]] = []
         for view in views:
             for assumption, states in view.observe(run, client, reference).items():
@@ -141,15 +148,24 @@ def invert(
                     known.append((states, found))
                 near = means[:, None].expand_as(found)
                 judged = judge.share(found.flatten(0, 1), original, inversion.starts)
-                scores = {
-                    "psnr": float(psnr(found.flatten(0, 1), near.flatten(0, 1)).mean()),
-                    "ssim": float(ssim(found.flatten(0, 1), near.flatten(0, 1)).mean()),
-                    "attack_acc": judged,
-                }
+                scores = compare(found.flatten(0, 1), near.flatten(0, 1)) | {"attack_acc": judged}
                 how = {"view": view.name, "assumption": assumption, "variant": "gradient"}
-                rows.append({**how, "client": client, "group": (groups or {}).get(client, ""), **scores})
+                rows.append({**how, **where, **scores})
                 images.append(Reconstructed(client, view.name, assumption, original, found.cpu(), means.cpu()))
     return rows, images
+
+
+def _baselines(pixels: Pixels, rows: Tensor, classes: Sequence[int]) -> dict[str, Tensor]:
+    """Images that need no model: grey, the mean of the adversary's own samples, and the mean of each class."""
+    shape = (len(classes), *pixels.federation.inputs.shape[1:])
+    found = {"grey": torch.full(shape, 0.5, device=pixels.federation.device)}
+    if len(rows):
+        own, labels = pixels.of_rows(rows), pixels.federation.targets[rows.to(pixels.federation.device)]
+        everything = own.mean(0)
+        found["mean"] = everything.expand(shape)
+        means = [own[labels == c].mean(0) if bool((labels == c).any()) else everything for c in classes]
+        found["class mean"] = torch.stack(means)
+    return found
 
 
 def _same(left: Sequence[State], right: Sequence[State]) -> bool:

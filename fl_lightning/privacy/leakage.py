@@ -1,18 +1,17 @@
-"""Gradient leakage: a client's samples out of its update, when it took one step on a small batch.
+"""Gradient leakage: a client's samples out of its update, when it took a few steps on a small batch.
 
-Where the first layer is linear with a bias and the batch is one sample, the sample is the ratio of two gradients
-(``analytic``, Phong et al., 2017). Otherwise images are searched whose gradient points the way of the update
-(``matching``, Geiping et al., 2020, with the labels read off the last layer's gradient as Zhao et al., 2020, do).
+The attacks are those of :mod:`fl_lightning.privacy.gradients`; here is what a federated run gives them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
@@ -20,21 +19,26 @@ from fl_lightning import seeding
 from fl_lightning.engine import Plan, SequentialEngine
 from fl_lightning.errors import FederationError
 from fl_lightning.exchange import train_clients
-from fl_lightning.metrics import psnr, ssim, total_variation
+from fl_lightning.metrics import psnr, ssim
 from fl_lightning.module import FederatedModule
 from fl_lightning.parties import LocalData, Memory
+from fl_lightning.privacy import gradients
 from fl_lightning.privacy.data import as_clients
+from fl_lightning.privacy.gradients import LocalSteps, Matching
 from fl_lightning.privacy.pixels import Pixels
-from fl_lightning.privacy.report import Row
+from fl_lightning.privacy.report import BASELINE, Row
 from fl_lightning.privacy.views import View
 from fl_lightning.privacy.wiretap import Protection, Run, Wire
 from fl_lightning.wire import Message, State
 
+#: Above this a reconstruction is equal to the original but for rounding, in dB.
+EXACT = 150.0
+
 
 def small_update(
-    module: FederatedModule, client: int, rows: Tensor, protect: Protection | None = None
+    module: FederatedModule, client: int, rows: Tensor, protect: Protection | None = None, steps: int = 1
 ) -> tuple[State, State, State]:
-    """What a client would receive, send and keep in a round of one step on a few of its samples; nothing is kept.
+    """What a client would receive, send and keep in a round of few steps on a few of its samples; nothing is kept.
 
     If the client receives several models, only the one it trains is returned.
 
@@ -43,6 +47,7 @@ def small_update(
         client: the client.
         rows: its samples, the batch.
         protect: what the client does to the message before it leaves.
+        steps: local steps, all of them on the same samples.
     """
     federation, received = module.federation, module.message_down(client)
     data = as_clients(federation, [rows] * federation.num_clients)
@@ -50,8 +55,8 @@ def small_update(
         data = replace(data, label_maps=federation.label_maps)
     me = replace(module.simulation.me(client, module.setting()), data=LocalData(data, client), memory=Memory())
     method = module.plan(me)
-    phases = [replace(phase, epochs=1) for phase in method.phases()]
-    step = Plan(method, phases, replace(method.local, batch_size=len(rows), epochs=1))
+    phases = [replace(phase, epochs=steps) for phase in method.phases()]
+    step = Plan(method, phases, replace(method.local, batch_size=len(rows), epochs=steps))
     (one,) = train_clients(module, SequentialEngine(), {client: received}, [me], plan=step)
     message = Message(client, one.up, len(rows))
     if protect is not None:
@@ -62,8 +67,15 @@ def small_update(
     return received, message.tensors, one.keep or {}
 
 
-def gradient_of(module: FederatedModule, received: State, sent: State) -> State:
-    """The gradient that a single SGD step on the received entries betrays, for the shared trainable ones."""
+def gradient_of(module: FederatedModule, received: State, sent: State, steps: int = 1) -> State:
+    """The sum of the gradients of local SGD steps that a change of the shared trainable entries betrays.
+
+    Args:
+        module: the method, for its learning rate and weight decay.
+        received: the down message.
+        sent: the up message.
+        steps: local steps; weight decay is accounted for exactly if there is one.
+    """
     before, after, local = module.revealed(received), module.revealed(sent), module.local
     if local.not_plain or local.schedule is not None:
         raise FederationError(
@@ -73,105 +85,65 @@ def gradient_of(module: FederatedModule, received: State, sent: State) -> State:
     if not local.lr:
         return {}
     names = [name for name in module.trainable_names if name in before and name in after]
-    return {n: (before[n] - after[n]) / local.lr - local.weight_decay * before[n] for n in names}
+    decayed = (1 - local.lr * local.weight_decay) ** steps
+    return {n: (decayed * before[n] - after[n]) / local.lr for n in names}
 
 
 def labels_of(module: FederatedModule, gradient: State, batch: int) -> Tensor | None:
-    """The classes of a batch, read off the last layer's gradient; None if that layer stays with the client.
-
-    The gradient of class c's row is the mean of (p_c - 1[y = c]) times positive features, so the rows of present
-    classes are the negative ones. Every present class is taken once, the others by how negative their rows are.
-    """
+    """The classes of a batch, read off the last layer's gradient; None if that layer stays with the client."""
     head = _layer(module, -1)
     if f"{head}.bias" in gradient:
-        rows = gradient[f"{head}.bias"]
-    elif f"{head}.weight" in gradient:
-        rows = gradient[f"{head}.weight"].sum(1)
-    else:
-        return None
-    rows, impact = rows.clone(), -rows.clamp(max=0).sum() / batch
-    found: list[int] = [int(c) for c in rows.argsort() if rows[c] < 0][:batch]
-    for c in found:
-        rows[c] += impact
-    while len(found) < batch:
-        c = int(rows.argmin())
-        found.append(c)
-        rows[c] += impact
-    return torch.tensor(sorted(found), device=rows.device)
+        return gradients.labels_of_head(gradient[f"{head}.bias"], batch)
+    if f"{head}.weight" in gradient:
+        return gradients.labels_of_head(gradient[f"{head}.weight"].sum(1), batch)
+    return None
 
 
-def analytic(module: FederatedModule, gradient: State) -> Tensor | None:
-    """The net's input out of a gradient of one sample; None if the first layer is not linear with a shared bias."""
-    first = _layer(module, 0)
+def exact(module: FederatedModule, gradient: State, pixels: Pixels) -> dict[str, Tensor]:
+    """One sample as the first layer's gradient shows it, by attack; none where that layer is not dense or not seen."""
+    first, shape = _layer(module, 0), pixels.federation.inputs.shape[1:]
     weight, bias = gradient.get(f"{first}.weight"), gradient.get(f"{first}.bias")
-    if weight is None or bias is None or weight.dim() != 2:
-        return None
-    row = int(bias.abs().argmax())
-    if not bool(bias[row].abs() > 0):
-        return None
-    return weight[row] / bias[row]
+    factors = gradient.get(f"{first}.wb")
+    found: dict[str, Tensor] = {}
+    if weight is not None and bias is not None and _fits(weight, shape):
+        sample = gradients.analytic(weight, bias)
+        if sample is not None:
+            found["analytic"] = pixels.from_net(sample.view(1, *shape))
+    for matrix in (weight, factors):
+        one = gradients.rank_one(matrix) if matrix is not None and _fits(matrix, shape) else None
+        if one is not None:
+            low, high = (_end(pixels, value, one.direction) for value in (0.0, 1.0))
+            found["rank_one"] = pixels.from_net(gradients.in_range(one.direction, low, high)[0].view(1, *shape))
+    return found
 
 
-@dataclass(frozen=True)
-class Matching:
-    """How images are searched: Adam on one minus the cosine of the gradients, and total variation.
+class Leaked(NamedTuple):
+    """What one attack made of one client's batch."""
 
-    Args:
-        steps: steps of Adam.
-        starts: searches, of which the best match is kept.
-        rate: learning rate of Adam.
-        variation: weight of the total variation.
-    """
-
-    steps: int = 300
-    starts: int = 1
-    rate: float = 0.1
-    variation: float = 1e-3
-
-    def search(
-        self,
-        module: FederatedModule,
-        state: State,
-        gradient: State,
-        labels: Tensor,
-        pixels: Pixels,
-        rng: np.random.Generator,
-    ) -> Tensor:
-        """Images with pixels in [0, 1] whose gradient at ``state`` is most like the given one, shape (batch, ...)."""
-        best, least = None, float("inf")
-        for _ in range(self.starts):
-            shape = (len(labels), *pixels.federation.inputs.shape[1:])
-            images, match = self._descend(module, state, gradient, labels, pixels, seeding.uniform(rng, shape))
-            if best is None or match < least:
-                best, least = images, match
-        assert best is not None
-        return best
-
-    def _descend(
-        self, module: FederatedModule, state: State, gradient: State, labels: Tensor, pixels: Pixels, start: Tensor
-    ) -> tuple[Tensor, float]:
-        images = start.to(labels.device, module.compute_dtype).requires_grad_()
-        optimizer = torch.optim.Adam([images], self.rate)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
-        wanted = torch.cat([g.flatten() for g in gradient.values()]).to(images)
-        leaves = {name: state[name].detach().clone().requires_grad_() for name in gradient}
-        distance = torch.tensor(float("inf"))
-        for _ in range(self.steps):
-            x = pixels.to_net(images, module.compute_dtype)
-            loss, _ = module.batch_loss({**state, **leaves}, x, labels, training=False)
-            own = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-            distance = 1 - F.cosine_similarity(torch.cat([g.flatten() for g in own]), wanted, dim=0)
-            (images.grad,) = torch.autograd.grad(distance + self.variation * total_variation(images).mean(), images)
-            optimizer.step()
-            schedule.step()
-            with torch.no_grad():
-                images.clamp_(0, 1)
-        return images.detach(), float(distance.detach())
+    client: int
+    view: str
+    assumption: str
+    variant: str
+    images: Tensor
+    """Pixels in [0, 1] in the order of the originals, shape (n, ...)."""
+    originals: Tensor
+    """The batch, likewise."""
+    labels: list[int]
+    """The labels that the attack found; none where it found none."""
+    true: list[int]
+    """Those of the batch."""
 
 
 def leak(
-    run: Run, views: Sequence[View], matching: Matching, batch: int = 1, groups: dict[int, str] | None = None
-) -> list[Row]:
+    run: Run,
+    views: Sequence[View],
+    matching: Matching,
+    batch: int = 1,
+    groups: dict[int, str] | None = None,
+    steps: int = 1,
+    initial: State | None = None,
+    reference: Tensor | None = None,
+) -> tuple[list[Row], list[Leaked]]:
     """Reconstruct a small batch of every client from the update it would send.
 
     Args:
@@ -180,12 +152,18 @@ def leak(
         matching: how images are searched.
         batch: samples of the batch.
         groups: the clients' groups, for the report.
+        steps: local steps, all of them on the batch.
+        initial: the common initial weights, the only ones that the outsider can compare an up message with; None leaves
+            the outsider out.
+        reference: the adversary's own rows, whose mean is a baseline.
 
     Returns:
         One row per client, view, assumption and variant with ``psnr`` (dB) and ``ssim`` to the batch, the
-        reconstructions put in the order that fits best, and ``label_acc``, the share of labels recovered.
+        reconstructions put in the order that fits best, and ``label_acc``, the share of labels recovered; and for each
+        client the baselines that need no message, ``grey`` and ``mean``. And the images.
     """
-    module, rows = run.module, []
+    module, rows = run.module, list[Row]()
+    images: list[Leaked] = []
     federation, pixels = module.federation, Pixels.of(module.federation)
     for client in run.each(run.clients):
         rng = seeding.stream(module.seed, "attack.leakage", client=client)
@@ -194,28 +172,72 @@ def leak(
         true = federation.targets[chosen]
         if federation.label_maps is not None:
             true = federation.label_maps[client][true]
-        received, sent, kept = small_update(module, client, chosen, run.protect)
-        gradient = gradient_of(module, received, sent)
-        if not gradient or not any(bool(g.any()) for g in gradient.values()):
-            continue
-        labels = labels_of(module, gradient, len(chosen))
-        guessed = true.new_zeros(len(true)) if labels is None else labels
-        step = Run(module, Wire(), {client: kept})
-        step.wire.note(client, received)
+        originals = pixels.of_rows(chosen)
+        received, sent, kept = small_update(module, client, chosen, run.protect, steps)
+        where = {"client": client, "group": (groups or {}).get(client, "")}
+        struck = False
         for view in views:
-            if view.name == "other_client":
+            known = _known(view, received, initial)
+            gradient = gradient_of(module, known, sent, steps)
+            if not gradient or not any(bool(g.any()) for g in gradient.values()):
                 continue
-            for assumption, states in _at_the_start(view, step, client).items():
+            struck = True
+            for assumption, state in _at_the_start(view, Run(module, Wire(), {client: kept}), client, known).items():
                 start = seeding.stream(module.seed, "attack.matching", client=client)
-                for variant, images in _reconstruct(module, states, gradient, guessed, pixels, matching, start):
-                    scores = {**_compare(images, pixels.of_rows(chosen)), "label_acc": _label_share(labels, true)}
+                for variant, found, labels in _reconstruct(
+                    module, state, gradient, len(true), pixels, matching, steps, start
+                ):
+                    ordered = _ordered(found, originals)
                     how = {"view": view.name, "assumption": assumption, "variant": variant}
-                    rows.append({**how, "client": client, "group": (groups or {}).get(client, ""), **scores})
-    return rows
+                    scores = {**compare(ordered, originals), "label_acc": _label_share(labels, true)}
+                    rows.append({**how, **where, **scores})
+                    told = [] if labels is None else labels.tolist()
+                    images.append(
+                        Leaked(
+                            client,
+                            view.name,
+                            assumption,
+                            variant,
+                            ordered.cpu(),
+                            originals.cpu(),
+                            told,
+                            sorted(true.tolist()),
+                        )
+                    )
+        if struck:
+            for name, image in baselines(pixels, reference).items():
+                scores = {**compare(image.expand_as(originals), originals), "label_acc": float("nan")}
+                rows.append({"view": BASELINE, "assumption": "", "variant": name, **where, **scores})
+    return rows, images
 
 
-def _at_the_start(view: View, step: Run, client: int) -> dict[str, State]:
-    """The models that an adversary takes the gradient to be of: what was received, completed by its assumptions."""
+def baselines(pixels: Pixels, reference: Tensor | None) -> dict[str, Tensor]:
+    """Images that need no message: a grey one, and the mean of the adversary's own."""
+    found = {"grey": torch.full((1, *pixels.federation.inputs.shape[1:]), 0.5, device=pixels.federation.device)}
+    if reference is not None and len(reference):
+        found["mean"] = pixels.of_rows(reference).mean(0, keepdim=True)
+    return found
+
+
+def compare(images: Tensor, originals: Tensor) -> dict[str, float]:
+    """Mean PSNR, of at most 150 dB, and SSIM."""
+    originals = originals.to(images)
+    near = psnr(images, originals).clamp(max=EXACT)
+    return {"psnr": float(near.mean()), "ssim": float(ssim(images, originals).mean())}
+
+
+def _known(view: View, received: State, initial: State | None) -> State:
+    """The model before the client's steps as an adversary knows it; nothing where it does not see the update."""
+    if view.name == "other_client":
+        return {}
+    if view.name == "outsider":
+        return {name: initial[name].to(value) for name, value in received.items() if initial and name in initial}
+    return received
+
+
+def _at_the_start(view: View, step: Run, client: int, known: State) -> dict[str, State]:
+    """The models that an adversary takes the gradient to be of: those before it, completed by its assumptions."""
+    step.wire.note(client, known)
     found = {name: states[-1] for name, states in view.observe(step, client).items()}
     return {name: state for name, state in found.items() if name != "personal"}
 
@@ -224,26 +246,38 @@ def _reconstruct(
     module: FederatedModule,
     state: State,
     gradient: State,
-    labels: Tensor,
+    batch: int,
     pixels: Pixels,
     matching: Matching,
+    steps: int,
     rng: np.random.Generator,
-) -> list[tuple[str, Tensor]]:
-    found = [("matching", matching.search(module, state, gradient, labels, pixels, rng))]
-    exact = analytic(module, gradient) if len(labels) == 1 else None
-    if exact is not None and exact.numel() == pixels.federation.inputs[0].numel():
-        found.append(("analytic", pixels.from_net(exact.view(1, *pixels.federation.inputs.shape[1:]))))
-    return found
+) -> list[tuple[str, Tensor, Tensor | None]]:
+    """Images and labels by attack."""
+    labels, local = labels_of(module, gradient, batch), module.local
+    trained = tuple(name for name in module.trainable_names if name in state)
+    found: list[tuple[str, Tensor, Tensor | None]] = []
+    if batch == 1:
+        found += [(name, image, labels) for name, image in exact(module, gradient, pixels).items()]
+    match = matching.search(
+        lambda own, x, y: module.batch_loss(own, x, y, training=False)[0],
+        state,
+        {name: value.to(module.compute_dtype) for name, value in gradient.items()},
+        labels,
+        (batch, *pixels.federation.inputs.shape[1:]),
+        rng,
+        partial(pixels.to_net, dtype=module.compute_dtype),
+        LocalSteps(local.lr, [torch.arange(batch)] * steps, momentum=local.momentum, trained=trained),
+        pixels.federation.num_classes,
+    )
+    return [*found, ("matching", match.images, match.labels)]
 
 
-def _compare(images: Tensor, originals: Tensor) -> dict[str, float]:
-    """PSNR and SSIM under the order of the reconstructions that fits best."""
+def _ordered(images: Tensor, originals: Tensor) -> Tensor:
+    """The images in the order that fits the originals best."""
     originals = originals.to(images)
     cost = torch.cdist(images.flatten(1).double(), originals.flatten(1).double()).cpu().numpy()
-    rows, columns = linear_sum_assignment(cost)
-    ordered = images[torch.as_tensor(rows[np.argsort(columns)], device=images.device)]
-    near = psnr(ordered, originals).clamp(max=150.0)  # beyond this it is equal but for rounding
-    return {"psnr": float(near.mean()), "ssim": float(ssim(ordered, originals).mean())}
+    rows, columns = linear_sum_assignment(np.nan_to_num(cost, nan=np.inf, posinf=1e30))
+    return images[torch.as_tensor(rows[np.argsort(columns)], device=images.device)]
 
 
 def _label_share(labels: Tensor | None, true: Tensor) -> float:
@@ -253,6 +287,17 @@ def _label_share(labels: Tensor | None, true: Tensor) -> float:
     classes = int(torch.cat((labels, true)).max()) + 1
     both = torch.minimum(torch.bincount(labels, minlength=classes), torch.bincount(true, minlength=classes))
     return float(both.sum()) / len(true)
+
+
+def _fits(matrix: Tensor, shape: torch.Size) -> bool:
+    """Whether a layer's matrix multiplies whole samples."""
+    return matrix.dim() == 2 and matrix.shape[1] == shape.numel()
+
+
+def _end(pixels: Pixels, value: float, like: Tensor) -> Tensor:
+    """The net's input of an image of one brightness, flat."""
+    image = torch.full((1, *pixels.federation.inputs.shape[1:]), value, device=like.device)
+    return pixels.to_net(image, like.dtype).flatten()
 
 
 def _layer(module: FederatedModule, place: int) -> str:

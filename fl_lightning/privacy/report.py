@@ -12,6 +12,8 @@ from fl_lightning.privacy.views import VIEWS
 
 #: One attack on one client: who and how (view, assumption, variant, client, group), and the scores.
 Row = dict[str, Any]
+#: The view of rows that are no attack, but what anybody has without one.
+BASELINE = "baseline"
 #: Keys of a row that are not scores.
 KEYS = ("view", "assumption", "variant", "client", "group")
 #: How the adversary went about it: the keys that tell one attack from another.
@@ -29,6 +31,10 @@ class Report:
         rows: one per client and way to attack.
         by: the score that tells how strong an attack is; higher is stronger.
         notes: what else is to be known.
+        pick: the score by which an attacker chooses among attacks, who does not know ``by``; None chooses by it.
+
+    Attributes:
+        baselines: rows that are no attacks, taken out of ``rows``.
     """
 
     attack: str
@@ -37,6 +43,30 @@ class Report:
     rows: list[Row]
     by: str
     notes: dict[str, Any] = field(default_factory=dict)
+    pick: str | None = None
+    baselines: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.baselines = [row for row in self.rows if row["view"] == BASELINE]
+        self.rows = [row for row in self.rows if row["view"] != BASELINE]
+
+    def floor(self) -> dict[str, float]:
+        """How well each baseline does by the score that counts, in the mean over clients."""
+        names = dict.fromkeys(row["variant"] for row in self.baselines)
+        return {n: _mean([row[self.by] for row in self.baselines if row["variant"] == n]) for n in names}
+
+    def verdicts(self) -> list[str]:
+        """A sentence for every view whose strongest attack is no better than the best baseline."""
+        floor = {name: value for name, value in self.floor().items() if not math.isnan(value)}
+        if not floor:
+            return []
+        name, value = max(floor.items(), key=lambda one: one[1])
+        best = {view: self.strongest(view=view) for view in self.views()}
+        return [
+            f"No attack of **{view}** is better than the baseline `{name}` ({self.by} {value:.2f}): it shows nothing."
+            for view, one in best.items()
+            if one is not None and not one[self.by] > value
+        ]
 
     def select(self, **conditions: Any) -> list[Row]:
         """Rows whose keys have the given values."""
@@ -55,11 +85,17 @@ class Report:
         """The strongest way that meets the conditions, with its mean scores over clients; None if there is none."""
         ways = [w for w in self.ways() if all(w[key] == value for key, value in conditions.items())]
         found: list[dict[str, Any]] = [{**way, **self.mean(self.select(**way))} for way in ways]
-        return max(found, key=lambda one: _sortable(one[self.by]), default=None)
+        return max(found, key=lambda one: _sortable(one[self.pick or self.by]), default=None)
 
     def best(self, ways: Sequence[dict[str, str]]) -> dict[str, float]:
-        """The highest mean over clients of every score, each in whichever of these ways to attack it is highest."""
+        """The highest mean over clients of every score, each in whichever of these ways to attack it is highest.
+
+        Where an attacker picks among attacks by something else, the mean scores of the one it picks.
+        """
         means = [self.mean(self.select(**way)) for way in ways]
+        if self.pick is not None:
+            pick = self.pick
+            return max(means, key=lambda one: _sortable(one[pick]), default={})
         return {name: max((one[name] for one in means), key=_sortable) for name in (means[0] if means else ())}
 
     def views(self) -> list[str]:
@@ -80,10 +116,15 @@ class Report:
         lines = [f"# {self.attack} on {self.method} after {self.round} rounds", ""]
         lines += [f"- **{view}** sees {VIEWS[view].sees}." for view in self.views()]
         lines += [f"- {name}: {value}" for name, value in self.notes.items()]
+        lines += [f"- {sentence}" for sentence in self.verdicts()]
         table = [{**way, **self.mean(self.select(**way))} for way in self.ways()]
         for row in table:
             best = self.strongest(view=row["view"])
             row["strongest"] = "yes" if best is not None and all(best[k] == row[k] for k in HOW) else ""
+        names = dict.fromkeys(row["variant"] for row in self.baselines)
+        for name in names:
+            known = self.mean([row for row in self.baselines if row["variant"] == name])
+            table.append({"view": BASELINE, "assumption": "", "variant": name, **known, "strongest": ""})
         lines += ["", *_table(table)]
         groups = sorted({row["group"] for row in self.rows if row["group"]})
         if len(groups) > 1:
@@ -100,7 +141,7 @@ class Report:
         """Everything, one row per client and way."""
         plain = {k: getattr(self, k) for k in ("attack", "method", "round", "by", "notes")}
         threat = {view: VIEWS[view].sees for view in self.views()}
-        return json.dumps({**plain, "threat_models": threat, "rows": self.rows}, indent=1)
+        return json.dumps({**plain, "threat_models": threat, "rows": self.rows, "baselines": self.baselines}, indent=1)
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

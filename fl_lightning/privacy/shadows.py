@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -19,15 +20,30 @@ from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.wiretap import Run, Wire, Wiretap, finished
 
 
-class _Data(LightningDataModule):
-    """A federation as it is, all of whose clients train in every round."""
+class Shadow(NamedTuple):
+    """A client of a shadow federation."""
 
-    def __init__(self, federation: Federation) -> None:
+    run: Run
+    client: int
+    group: int
+    """Number of the federation."""
+    inside: Tensor
+    """The rows that it trained on."""
+    touched: Tensor
+    """The rows that any client of its federation trained on."""
+
+
+class _Data(LightningDataModule):
+    """A federation as it is, of whose clients a share trains in every round."""
+
+    def __init__(self, federation: Federation, fraction: float, seed: int) -> None:
         super().__init__()
-        self.federation = federation
+        self.federation, self.fraction, self.seed = federation, fraction, seed
 
     def cohort(self, round: int) -> list[int]:
-        return list(range(self.federation.num_clients))
+        clients = self.federation.num_clients
+        order = seeding.permutation(seeding.stream(self.seed, "sampling", round), clients).tolist()
+        return sorted(order[: max(1, int(self.fraction * clients + 0.5))])
 
     def train_dataloader(self) -> Tick:
         return Tick()
@@ -39,31 +55,27 @@ class _Data(LightningDataModule):
 def train_shadows(
     method: FederatedModule,
     federation: Federation,
-    rows: Sequence[Tensor],
+    rows: Sequence[Sequence[Tensor]],
     rounds: int,
     like: Trainer,
-    together: bool = True,
     memory: int = 3,
-) -> list[tuple[Run, int]]:
-    """Train shadows as the method trains clients, by the same number of rounds.
+    fraction: float = 1.0,
+) -> list[Shadow]:
+    """Train shadow federations as the target is trained; returns their clients that sent anything or keep anything.
 
     Args:
         method: the method as its run began (or as the adversary begins); copied.
         federation: the data; only ``rows`` of it are used.
-        rows: what each shadow trains on.
+        rows: for each federation, what each of its clients trains on.
         rounds: number of rounds.
         like: a Trainer of the target's run, for its precision and device.
-        together: the shadows are the clients of one federation; else each is the only client of its own.
         memory: how many messages are kept of each.
-
-    Returns:
-        The run of each shadow, and the shadow's number as a client in it.
+        fraction: share of the clients that trains in a round.
     """
-    groups = [list(range(len(rows)))] if together else [[i] for i in range(len(rows))]
-    found: list[tuple[Run, int]] = []
-    for group in groups:
+    found: list[Shadow] = []
+    for group, parts in enumerate(rows):
         module = copy.deepcopy(method)
-        module.seed = int(seeding.stream(method.seed, "shadow", client=group[0]).integers(2**31))
+        module.seed = int(seeding.stream(method.seed, "shadow", client=group).integers(2**31))
         wire = Wire(memory=memory)
         with torch.inference_mode(False), torch.enable_grad(), _quiet():
             trainer = Trainer(
@@ -79,9 +91,9 @@ def train_shadows(
                 num_sanity_val_steps=0,
                 callbacks=[Wiretap(wire)],
             )
-            trainer.fit(module, datamodule=_Data(as_clients(federation, [rows[i] for i in group])))
-        run = finished(module, wire)
-        found += [(run, client) for client in range(len(group))]
+            trainer.fit(module, datamodule=_Data(as_clients(federation, parts), fraction, module.seed))
+        run, touched = finished(module, wire), torch.cat(list(parts))
+        found += [Shadow(run, client, group, parts[client], touched) for client in sorted(wire.sent)]
     return found
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import inspect
 
 import torch
+from lightning.pytorch import Trainer
 
-from fl_lightning.callbacks import FederatedCallback
+from fl_lightning.callbacks import (
+    DifferentialPrivacyCallback,
+    FairnessCallback,
+    FederatedCallback,
+    GradientLeakageCallback,
+    MembershipInferenceCallback,
+)
 from fl_lightning.wire import Message
 
 HOOKS = {
@@ -38,3 +45,18 @@ def test_hooks_do_nothing_by_default() -> None:
     callback.on_round_end(None, None, messages)  # type: ignore[arg-type]
     assert messages == [message]
     assert torch.equal(message.tensors["w"], torch.ones(2))
+
+
+def test_several_callbacks_of_one_class_have_states_of_their_own() -> None:
+    two, four, plain = (
+        MembershipInferenceCallback(shadows=2),
+        MembershipInferenceCallback(shadows=4),
+        MembershipInferenceCallback(),
+    )
+    assert two.state_key == "MembershipInferenceCallback{'shadows': 2}"
+    assert plain.state_key == four.state_key == "MembershipInferenceCallback"  # four is the default
+    assert MembershipInferenceCallback(folder="there").state_key == "MembershipInferenceCallback"
+    assert FairnessCallback("user").state_key != FairnessCallback().state_key
+    Trainer(callbacks=[two, plain, GradientLeakageCallback(), GradientLeakageCallback(batch=2)], logger=False)
+    # What was released is known whatever the options of a resumed run.
+    assert DifferentialPrivacyCallback(clip=2.0).state_key == DifferentialPrivacyCallback().state_key

@@ -17,6 +17,8 @@ from fl_lightning.metrics import (
     accuracy_entropy,
     accuracy_gap,
     accuracy_variance,
+    corrected_variance,
+    fairness_intervals,
     fairness_summary,
     gap_to_local,
     group_means,
@@ -163,3 +165,29 @@ def test_metrics_of_two_processes_are_summed(name: str) -> None:
     for state in ("correct", "total"):
         setattr(halves[0], state, getattr(halves[0], state) + getattr(halves[1], state))
     torch.testing.assert_close(halves[0].compute(), halves[2].compute())
+
+
+def test_sampling_of_test_samples_is_taken_off_the_variance() -> None:
+    """Clients of equal true accuracy 0.8 with 20 samples each: a variance of 80, of which little is left."""
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.full((100,), 20)
+    raw, corrected, spread = [], [], []
+    for _ in range(100):
+        right = torch.bernoulli(torch.full((100, 20), 0.8), generator=generator)
+        raw.append(float(accuracy_variance(right.mean(1))))
+        corrected.append(float(corrected_variance(right.mean(1), samples)))
+        chance = torch.where(torch.arange(100) < 50, 0.7, 0.9)[:, None].expand(100, 20)
+        other = torch.bernoulli(chance, generator=generator).mean(1)
+        spread.append(float(corrected_variance(other, samples)))
+    assert sum(raw) / 100 == pytest.approx(80, rel=0.06)
+    assert sum(corrected) / 100 < 8
+    assert sum(spread) / 100 == pytest.approx(100, rel=0.06)  # 0.1 squared, in percent
+
+
+def test_intervals_hold_the_truth() -> None:
+    """Means of squares have a standard error of variance * sqrt(2 / n) for Gaussian clients."""
+    accuracies = 0.5 + 0.05 * torch.randn(400, generator=torch.Generator().manual_seed(1)).double()
+    low, high = fairness_intervals(accuracies, draws=400)["variance"]
+    assert low < 25 < high
+    assert high - low == pytest.approx(2 * 1.96 * 25 * (2 / 400) ** 0.5, rel=0.25)
+    assert fairness_intervals(torch.tensor([float("nan")])) == {}

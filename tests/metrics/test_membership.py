@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest, bootstrap
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score, roc_curve
 
 from fl_lightning.metrics import (
@@ -12,9 +13,13 @@ from fl_lightning.metrics import (
     attack_accuracy,
     attack_auroc,
     attack_f1,
+    auroc_interval,
     best_accuracy,
     best_threshold,
+    clopper_pearson,
+    membership_intervals,
     membership_summary,
+    roc,
     tpr_at_fpr,
 )
 
@@ -31,7 +36,8 @@ def test_against_scikit_learn(seed: int, ties: bool) -> None:
     assert float(attack_f1(s, m)) == pytest.approx(f1_score(members, scores >= 0.5))
     assert float(attack_auroc(s, m)) == pytest.approx(roc_auc_score(members, scores))
     fpr, tpr, _ = roc_curve(members, scores, drop_intermediate=False)
-    for rate in (0.001, 0.01, 0.3):
+    assert bool(tpr_at_fpr(s, m, 0.001).isnan())
+    for rate in (0.01, 0.3):
         assert float(tpr_at_fpr(s, m, rate)) == pytest.approx(tpr[fpr <= rate].max())
     assert float(best_accuracy(s, m)) == pytest.approx(0.5 + (tpr - fpr).max() / 2)
     line = best_threshold(s, m)
@@ -43,7 +49,8 @@ def test_ends_of_the_scale() -> None:
     members = torch.tensor([True, True, False, False])
     perfect, useless, inverse = torch.tensor([3.0, 2, 1, 0]), torch.ones(4), torch.tensor([0.0, 1, 2, 3])
     assert [float(attack_auroc(s, members)) for s in (perfect, useless, inverse)] == [1.0, 0.5, 0.0]
-    assert [float(tpr_at_fpr(s, members, 0.01)) for s in (perfect, useless, inverse)] == [1.0, 0.0, 0.0]
+    assert [float(tpr_at_fpr(s, members, 0.5)) for s in (perfect, useless, inverse)] == [1.0, 0.0, 0.0]
+    assert bool(tpr_at_fpr(perfect, members, 0.49).isnan())  # of two non-members a half is the smallest share
     assert [float(best_accuracy(s, members)) for s in (perfect, useless, inverse)] == [1.0, 0.5, 0.5]
     assert best_threshold(inverse, members) > 3
     assert float(attack_f1(useless, members, 2.0)) == 0.0
@@ -55,7 +62,9 @@ def test_metric_adds_up() -> None:
     metric = MembershipAttack(0.4)
     for part in torch.split(torch.arange(50), 7):
         metric.update(scores[part], members[part])
-    assert metric.compute() == membership_summary(scores, members, 0.4)
+    found, expected = metric.compute(), membership_summary(scores, members, 0.4)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], v) or bool(found[n].isnan() & v.isnan()) for n, v in expected.items())
 
 
 def test_scores_that_are_no_numbers_are_no_attack() -> None:
@@ -63,3 +72,51 @@ def test_scores_that_are_no_numbers_are_no_attack() -> None:
     lost = membership_summary(torch.tensor([0.9, torch.nan, 0.1]), members)
     assert all(value.isnan() for value in lost.values())
     assert lost.keys() == membership_summary(torch.tensor([0.9, 0.2, 0.1]), members).keys()
+
+
+def test_intervals_of_shares_are_those_of_scipy() -> None:
+    for hits, number in ((0, 10), (3, 10), (10, 10), (50, 2000)):
+        theirs = binomtest(hits, number).proportion_ci(0.95, method="exact")
+        assert clopper_pearson(hits, number) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_intervals_contain_chance_for_scores_that_know_nothing() -> None:
+    """Of 100 useless attacks about five intervals miss 0.5; they are as wide as the AUROC's standard error says."""
+    missed, widths = 0, []
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        scores, members = torch.from_numpy(rng.random(120)), torch.arange(120) < 60
+        low, high = auroc_interval(scores, members, seed)
+        missed += not low <= 0.5 <= high
+        widths.append(high - low)
+    assert missed <= 11
+    error = ((60 + 60 + 1) / (12 * 60 * 60)) ** 0.5  # of the Mann-Whitney statistic without an effect
+    assert np.mean(widths) == pytest.approx(2 * 1.96 * error, rel=0.1)
+
+
+def test_the_bootstrap_is_that_of_scipy() -> None:
+    rng = np.random.default_rng(1)
+    members = np.arange(80) < 30
+    scores = np.round(rng.normal(size=80) + members, 1)
+    theirs = bootstrap(
+        (scores[members], scores[~members]),
+        lambda a, b: roc_auc_score([1] * len(a) + [0] * len(b), np.concatenate((a, b))),
+        vectorized=False,
+        method="percentile",
+        n_resamples=1500,
+        rng=rng,
+    ).confidence_interval
+    ours = auroc_interval(torch.from_numpy(scores), torch.from_numpy(members), draws=4000)
+    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.015)
+
+
+def test_intervals_by_name_and_the_curve() -> None:
+    scores, members = torch.rand(300, generator=torch.Generator().manual_seed(0)), torch.arange(300) < 100
+    found = membership_intervals(scores, members)
+    assert list(found) == [f"{n}_{e}" for n in ("auroc", "tpr_at_1", "tpr_at_01") for e in ("low", "high")]
+    assert found["auroc_low"] < float(attack_auroc(scores, members)) < found["auroc_high"]
+    assert np.isnan(found["tpr_at_01_low"])  # 200 non-members tell no share of a thousandth
+    alarms, hits = roc(scores, members)
+    fpr, tpr, _ = roc_curve(members.numpy(), scores.numpy(), drop_intermediate=False)
+    np.testing.assert_allclose(alarms, fpr)
+    np.testing.assert_allclose(hits, tpr)

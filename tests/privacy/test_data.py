@@ -11,13 +11,14 @@ from fl_lightning.datamodules import Digits, LabelSkew, TensorFederation, Unimod
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
 from fl_lightning.privacy import AttackData, attack_data
+from fl_lightning.privacy.data import deal_shadows
 from tests.privacy.support import CLIENTS, noise
 
 
 def check(federation: Federation, data: AttackData) -> None:
     """Everything that must hold of the rows of an attack."""
     train = set(federation.train.flat.tolist())
-    own = [set(rows.tolist()) for pair in data.shadows for rows in pair] + [set(data.reference.tolist())]
+    own = [set(data.pool.tolist()), set(data.reference.tolist())]
     for one, other in combinations(own, 2):
         assert not one & other
     adversary = set().union(*own)
@@ -31,9 +32,6 @@ def check(federation: Federation, data: AttackData) -> None:
         assert not others & adversary
         counts = [torch.bincount(federation.targets[r], minlength=10) for r in (rows, data.nonmembers[client])]
         assert torch.equal(*counts)
-    for inside, outside in data.shadows:
-        assert len(inside) == len(outside)
-        assert torch.equal(*(torch.bincount(federation.targets[r], minlength=10) for r in (inside, outside)))
 
 
 def test_rows_are_disjoint_and_of_the_same_classes() -> None:
@@ -59,10 +57,10 @@ def test_without_rows_of_nobody_held_out_ones_are_used() -> None:
 def test_official_test_rows_and_validation_rows() -> None:
     module = Digits(partition=LabelSkew("C"), val_fraction=0.2)
     federation = module.federation
-    data = attack_data(federation, range(3), seed=0, shadows=1)
+    data = attack_data(federation, range(3), seed=0)
     check(federation, data)
     assert federation.val is not None
-    used = torch.cat([*data.nonmembers.values(), data.reference, *(r for pair in data.shadows for r in pair)])
+    used = torch.cat([*data.nonmembers.values(), data.reference, data.pool])
     assert not set(federation.val.flat.tolist()) & set(used.tolist())
 
 
@@ -71,3 +69,26 @@ def test_too_few_rows_are_refused() -> None:
     small = TensorFederation(x, y, train=[range(20), range(20, 40)], test=[[40, 41], [42, 43]]).federation
     with pytest.raises(FederationError, match="are needed: give the partition fewer samples"):
         attack_data(small, [0], seed=0)
+
+
+def test_of_every_two_shadow_federations_each_row_is_in_one() -> None:
+    rows = torch.arange(100, 500)
+    dealt = deal_shadows(rows, 4, 5, 40, seed=1)
+    assert [[len(part) for part in parts] for parts in dealt] == [[40] * 5] * 4
+    unions = [set(torch.cat(parts).tolist()) for parts in dealt]
+    assert all(len(union) == 200 for union in unions)
+    for first, second in (unions[:2], unions[2:]):
+        assert not first & second
+        assert first | second == set(rows.tolist())
+    assert 70 < len(unions[0] & unions[2]) < 130
+    assert [p.tolist() for p in dealt[3]] == [p.tolist() for p in deal_shadows(rows, 4, 5, 40, seed=1)[3]]
+
+
+def test_wanted_rows_are_dealt_first_and_few_rows_give_fewer_clients() -> None:
+    wanted = torch.arange(80)
+    dealt = deal_shadows(torch.arange(100, 1000), 2, 4, 40, seed=0, wanted=wanted)
+    assert set(wanted.tolist()) <= set(torch.cat([part for parts in dealt for part in parts]).tolist())
+    few = deal_shadows(torch.arange(150), 1, 10, 100, seed=0)
+    assert [len(part) for part in few[0]] == [38, 37]
+    with pytest.raises(FederationError, match="too few for shadows"):
+        deal_shadows(torch.arange(12), 1, 10, 100, seed=0)

@@ -12,14 +12,14 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback
+from fl_lightning.callbacks.defence import _seen
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import QFFL, SCAFFOLD, FedAvg, FedGroup, FedPer, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
-from fl_lightning.privacy.defence import central_std, change, clipped, epsilon, norm
+from fl_lightning.privacy.accounting import Release
+from fl_lightning.privacy.defence import central_std, change, clipped, epsilon, norm, split_noise
 from fl_lightning.wire import Message, State, message_weights, weighted_mean
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, trainer, weights
-
-pytest.importorskip("opacus", reason="opacus is not installed: pip install '.[privacy]'")
 
 
 class Watch(DifferentialPrivacyCallback):
@@ -88,7 +88,7 @@ def test_central_noise_is_what_the_accountant_is_told(weighting: Any) -> None:
     assert len(difference) > 10_000
     assert float(difference.std()) == pytest.approx(3.0 * 0.5 * largest, rel=0.03)
     assert abs(float(difference.mean())) < 0.02
-    assert defence.epsilon() == pytest.approx(epsilon([(3.0, 1.0, 1)], 1 / 40))
+    assert defence.epsilon() == pytest.approx(epsilon([Release("gaussian", 3.0, 1.0, 1)], 1 / 40))
 
 
 def test_local_noise_is_on_the_wire_and_central_noise_is_not() -> None:
@@ -103,20 +103,25 @@ def test_local_noise_is_on_the_wire_and_central_noise_is_not() -> None:
     assert noise["central"] == 0.0
 
 
+def most_rounds(method: FederatedModule) -> int:
+    return max(method.snapshots[client].rounds for client in method.snapshots)
+
+
 def test_epsilon_by_round_and_resumed(tmp_path: Path) -> None:
     def run(rounds: int, path: str | None = None) -> tuple[Any, DifferentialPrivacyCallback, FedAvg]:
-        defence, method = DifferentialPrivacyCallback(1.0, 1.5, delta=1e-3), FedAvg(mlp(), lr=0.1, engine="stacked")
+        defence = DifferentialPrivacyCallback(1.0, 1.5, delta=1e-3, reproducible_noise=True)
+        method = FedAvg(mlp(), lr=0.1, engine="stacked")
         done = fit(method, blobs(fraction=0.5), rounds, path, callbacks=[defence], precision="32-true")
         return done, defence, method
 
-    part, defence, _ = run(2)
-    assert defence.epsilon() == pytest.approx(epsilon([(1.5, 0.5, 2)], 1e-3))
+    part, defence, method = run(2)
+    assert defence.epsilon() == pytest.approx(epsilon([Release("gaussian", 1.5, 1.0, most_rounds(method))], 1e-3))
     assert float(part.callback_metrics["privacy/epsilon"]) == pytest.approx(defence.epsilon())
     part.save_checkpoint(tmp_path / "part.ckpt")
     _, resumed, mine = run(4, str(tmp_path / "part.ckpt"))
     _, whole, theirs = run(4)
     assert resumed.rounds == whole.rounds
-    assert resumed.epsilon() == pytest.approx(epsilon([(1.5, 0.5, 4)], 1e-3))
+    assert resumed.epsilon() == pytest.approx(epsilon([Release("gaussian", 1.5, 1.0, most_rounds(mine))], 1e-3))
     assert resumed.epsilon() > defence.epsilon()
     assert largest_difference(weights(mine), weights(theirs)) == 0.0
 
@@ -125,7 +130,7 @@ def test_epsilon_of_the_client_that_took_part_most() -> None:
     defence, method = DifferentialPrivacyCallback(1.0, 4.0, "local", 1e-3), FedAvg(mlp(), lr=0.1, engine="stacked")
     fit(method, blobs(fraction=0.5), 3, callbacks=[defence])
     most = max(method.snapshots[client].rounds for client in method.snapshots)
-    assert defence.epsilon() == pytest.approx(epsilon([(2.0, 1.0, most)], 1e-3))
+    assert defence.epsilon() == pytest.approx(epsilon([Release("gaussian", 2.0, 1.0, most)], 1e-3))
 
 
 def test_a_client_that_trains_several_models_releases_as_many() -> None:
@@ -133,7 +138,7 @@ def test_a_client_that_trains_several_models_releases_as_many() -> None:
     callback = DifferentialPrivacyCallback(clip=1.0, noise_multiplier=4.0, where="local")
     method = WeightErosion(mlp(), agent_of_interest="all", distance_penalty=0.0, engine="stacked")
     fit(method, blobs(), rounds=3, callbacks=[callback])
-    assert callback.epsilon() == pytest.approx(epsilon([(2.0, 1.0, 9)], 1 / 40, "rdp"))
+    assert callback.epsilon() == pytest.approx(epsilon([Release("gaussian", 2.0, 1.0, 9)], 1 / 40))
 
 
 def test_accountant_against_the_gaussian_mechanism() -> None:
@@ -141,9 +146,14 @@ def test_accountant_against_the_gaussian_mechanism() -> None:
     z, delta = 2.0, 1e-5
     orders = [1 + x / 10 for x in range(1, 1000)]
     best = min(a / (2 * z * z) + math.log((a - 1) / a) - (math.log(delta) + math.log(a)) / (a - 1) for a in orders)
-    assert epsilon([(z, 1.0, 1)], delta) == pytest.approx(best, rel=1e-2)
-    assert epsilon([(z, 0.1, 10)], delta, "prv") < epsilon([(z, 0.1, 10)], delta)
-    assert epsilon([(z, 0.1, 10)], delta) < epsilon([(z, 1.0, 10)], delta)
+    pytest.importorskip("opacus", reason="opacus is not installed: pip install '.[privacy]'")
+    once = [Release("gaussian", z, 1.0, 1)]
+    assert epsilon(once, delta, "rdp") == pytest.approx(best, rel=1e-2)
+    assert epsilon(once, delta) < epsilon(once, delta, "rdp")
+    sampled = [Release("poisson", z, 0.1, 10)]
+    assert epsilon(sampled, delta) == pytest.approx(epsilon(sampled, delta, "prv"), abs=0.02)
+    with pytest.raises(FederationError, match="The accountant rdp knows no cohorts of a fixed size: use pld"):
+        epsilon([Release("fixed", z, 0.1, 10)], delta, "rdp")
     assert epsilon([], delta) == 0.0
 
 
@@ -153,7 +163,8 @@ def test_bad_settings_are_refused() -> None:
         ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more"),
         ({"where": "cloud"}, "where must be central or local"),
         ({"delta": 2.0}, "delta must lie between 0 and 1"),
-        ({"accountant": "gdp"}, "accountant must be rdp or prv"),
+        ({"quantile": 0.5, "where": "local"}, "needs where='central'"),
+        ({"accountant": "gdp"}, "accountant must be pld, rdp or prv"),
     ):
         with pytest.raises(FederationError, match=sentence):
             DifferentialPrivacyCallback(**options)  # type: ignore[arg-type]
@@ -185,11 +196,11 @@ def test_earlier_fits_count(where: Any, tmp_path: Path) -> None:
     fit(method, blobs(), 2, callbacks=[defence])
     run = fit(method, blobs(), 3, callbacks=[defence])
     told = 4.0 if where == "central" else 2.0
-    assert defence.epsilon() == pytest.approx(epsilon([(told, 1.0, 5)], 1e-3))
+    assert defence.epsilon() == pytest.approx(epsilon([Release("gaussian", told, 1.0, 5)], 1e-3))
     run.save_checkpoint(tmp_path / "run.ckpt")
     again = DifferentialPrivacyCallback(1.0, 4.0, where, 1e-3)
     fit(FedAvg(mlp(), lr=0.1, engine="stacked"), blobs(), 4, str(tmp_path / "run.ckpt"), callbacks=[again])
-    assert again.epsilon() == pytest.approx(epsilon([(told, 1.0, 6)], 1e-3))
+    assert again.epsilon() == pytest.approx(epsilon([Release("gaussian", told, 1.0, 6)], 1e-3))
 
 
 def test_the_mean_moves_no_further_than_the_noise_is_for() -> None:
@@ -221,3 +232,99 @@ def test_variances_under_noise(where: Any) -> None:
     run = fit(method, blobs(), 3, callbacks=[DifferentialPrivacyCallback(1.0, 4.0, where)])
     assert float(weights(method)["1.running_var"].min()) == 0
     assert math.isfinite(run.callback_metrics["val/loss"])
+
+
+def noise_of(seed: int, **kwargs: Any) -> torch.Tensor:
+    """The noise of one round, as clients that do not learn send it."""
+    watch = Watch(1.0, 1.0, "local", **kwargs)
+    fit(FedAvg(mlp(), lr=0.0, engine="stacked", seed=seed), blobs(), 1, callbacks=[watch])
+    return torch.cat([value.flatten() for sent, received in watch.seen for value in change(sent, received).values()])
+
+
+def test_noise_cannot_be_told_from_the_seed() -> None:
+    """Two runs with one seed share no noise, unless they are asked to, which warns."""
+    one, other = noise_of(0), noise_of(0)
+    assert float((one - other).abs().min()) > 0
+    assert abs(float(torch.corrcoef(torch.stack((one, other)))[0, 1])) < 0.1
+    with pytest.warns(UserWarning, match="epsilon holds only against those who do not know it"):
+        assert torch.equal(noise_of(0, reproducible_noise=True), noise_of(0, reproducible_noise=True))
+
+
+def test_whether_noise_is_reproducible_stands_beside_epsilon() -> None:
+    defence = DifferentialPrivacyCallback(reproducible_noise=True)
+    run = fit(FedAvg(mlp(), lr=0.1, engine="stacked"), blobs(), 1, callbacks=[defence])
+    assert float(run.callback_metrics["privacy/noise_reproducible"]) == 1.0
+    assert defence.run_metrics()["noise_reproducible"] == 1.0
+    assert "noise_reproducible" not in DifferentialPrivacyCallback().run_metrics()
+
+
+@pytest.mark.parametrize(("sampling", "kind"), [("poisson", "poisson"), ("fixed", "fixed")])
+def test_secret_cohorts_count_for_epsilon(sampling: Any, kind: Any) -> None:
+    data = blobs((8,) * 20, fraction=0.25, sampling=sampling, secret_cohorts=True)
+    defence = DifferentialPrivacyCallback(1.0, 3.0, delta=1e-3)
+    method = FedAvg(mlp(), lr=0.1, engine="stacked", weighting="uniform")
+    fit(method, data, 6, callbacks=[defence])
+    assert [took[:2] for took in defence.rounds.values()] == [(kind, 0.25)] * 6
+    told = epsilon([Release(kind, 3.0, 0.25, 6)], 1e-3)
+    assert defence.epsilon() == pytest.approx(min(told, epsilon(_seen([*defence.rounds.values()], 3.0), 1e-3)))
+    open_ = DifferentialPrivacyCallback(1.0, 3.0, delta=1e-3)
+    fit(FedAvg(mlp(), lr=0.1, engine="stacked"), data, 2, callbacks=[open_])
+    assert {took.kind for took in open_.rounds.values()} == {"gaussian"}  # weights by samples
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_the_mean_is_taken_over_the_expected_cohort(sampling: Any) -> None:
+    """Whoever is drawn moves the mean by its clipped update over q N, and the noise is z C / (q N), in every round."""
+    data = blobs((8,) * 20, fraction=0.25, sampling=sampling, secret_cohorts=True, seed=1)
+    data._key = b"0" * 32
+    method = FedAvg(mlp(hidden=(200,)), lr=0.0, engine="stacked", weighting="uniform")
+    before = {name: value.double() for name, value in mlp(hidden=(200,)).state_dict().items()}
+    fit(method, data, 1, callbacks=[DifferentialPrivacyCallback(1.0, 2.0)])
+    noise = torch.cat([(weights(method)[name] - before[name]).flatten() for name in before])
+    assert float(noise.std()) == pytest.approx(2.0 / 5, rel=0.05)
+    moved = FedAvg(mlp(), lr=0.1, engine="stacked", weighting="uniform")
+    watch = Watch(0.01, 0.0)
+    fit(moved, data, 1, callbacks=[watch])
+    drawn = data.drawn(0)
+    norms = [norm(change(sent, received)) for sent, received in watch.seen]
+    assert norms == pytest.approx([0.01 * max(1, len(drawn)) / 5] * len(drawn) or [0.0], rel=1e-6)
+
+
+def test_a_round_that_draws_nobody_releases_noise_alone() -> None:
+    data = blobs((8,) * 4, fraction=1e-9, sampling="poisson", secret_cohorts=True)
+    method, start = FedAvg(mlp(), lr=0.5, engine="stacked", weighting="uniform"), mlp().double().state_dict()
+    assert data.drawn(0) == []
+    fit(method, data, 1, callbacks=[DifferentialPrivacyCallback(1.0, 0.0)])
+    assert largest_difference(weights(method), dict(start)) < 1e-12
+
+
+def test_cohorts_are_poisson_and_secret(tmp_path: Path) -> None:
+    open_ = blobs((4,) * 40, fraction=0.3, sampling="poisson")
+    sizes = [len(open_.cohort(round)) for round in range(200)]
+    assert 11 < sum(sizes) / 200 < 13
+    assert float(torch.tensor(sizes).double().var()) == pytest.approx(40 * 0.3 * 0.7, rel=0.3)
+    assert [open_.cohort(r) for r in range(5)] == [
+        blobs((4,) * 40, fraction=0.3, sampling="poisson").cohort(r) for r in range(5)
+    ]
+    one, other = (blobs((4,) * 40, fraction=0.3, secret_cohorts=True) for _ in range(2))
+    assert [len(one.cohort(r)) for r in range(5)] == [12] * 5
+    assert [one.cohort(r) for r in range(5)] != [other.cohort(r) for r in range(5)]
+    other.load_state_dict(one.state_dict())
+    assert [one.cohort(r) for r in range(5)] == [other.cohort(r) for r in range(5)]
+    with pytest.raises(FederationError, match="sampling must be fixed or poisson"):
+        blobs(sampling="all")
+
+
+def test_the_bound_follows_a_quantile() -> None:
+    """Without noise it moves by exp(-rate (share - quantile)) a round, and settles where half of the updates are."""
+    defence = DifferentialPrivacyCallback(1e-4, 0.0, quantile=0.5, clip_rate=1.0)
+    fit(FedAvg(mlp(), lr=0.1, engine="stacked"), blobs((16,) * 8), 1, callbacks=[defence])
+    assert defence.clip == pytest.approx(1e-4 * math.exp(0.5))
+    fit(FedAvg(mlp(), lr=0.1, engine="stacked"), blobs((16,) * 8), 30, callbacks=[defence])
+    watch = Watch(1e9, 0.0)
+    fit(FedAvg(mlp(), lr=0.1, engine="stacked"), blobs((16,) * 8), 1, callbacks=[watch])
+    norms = sorted(norm(change(sent, received)) for sent, received in watch.seen)
+    assert 0.2 * norms[0] < defence.clip < 2 * norms[-1]
+    assert split_noise(2.0, 5.0) ** -2 + 10.0**-2 == pytest.approx(2.0**-2)
+    with pytest.raises(FederationError, match="too little for a noise_multiplier"):
+        split_noise(2.0, 0.5)

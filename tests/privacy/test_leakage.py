@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback, GradientLeakageCallback
+from fl_lightning.datamodules import IID, TensorFederation
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import IFCA, SCAFFOLD, FedAvg, FedBPS, FedMA, FedPer, Local, WAFFLe, WeightErosion
+from fl_lightning.methods import IFCA, SCAFFOLD, FedAvg, FedBPS, FedMA, FedPer, Local, PFedMe, WAFFLe, WeightErosion
+from fl_lightning.metrics import psnr
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import MLP, LossNet
-from fl_lightning.privacy.leakage import Matching, analytic, gradient_of, labels_of, small_update
+from fl_lightning.privacy.gradients import LocalSteps, Matching
+from fl_lightning.privacy.leakage import exact, gradient_of, labels_of, small_update
 from fl_lightning.privacy.pixels import Pixels
 from tests.privacy.test_inversion import SIDE, stripes
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
@@ -38,9 +41,9 @@ def test_a_linear_models_single_sample_is_exact() -> None:
     x, y = data.federation.inputs[row].double(), data.federation.targets[row]
     nn.functional.cross_entropy(net(x), y).backward()
     assert largest_difference(gradient, {n: p.grad for n, p in net.named_parameters()}) < 1e-12  # type: ignore[misc]
-    found = analytic(method, gradient)
-    assert found is not None
-    torch.testing.assert_close(found, x[0], rtol=1e-9, atol=1e-9)
+    pixels = Pixels.of(data.federation)
+    found = exact(method, gradient, pixels)
+    torch.testing.assert_close(found["analytic"], pixels.of_rows(row).double(), rtol=1e-6, atol=1e-6)
     assert labels_of(method, gradient, 1).tolist() == y.tolist()  # type: ignore[union-attr]
     assert largest_difference(before, weights(method)) == 0.0
 
@@ -50,7 +53,7 @@ def test_a_client_that_chooses_a_model_or_sends_more_than_it_is_no_safer(
     kind: type[FederatedModule], options: dict[str, Any], tmp_path: Path
 ) -> None:
     method, data = kind(linear(), lr=0.1, engine="stacked", **options), blobs()
-    callback = GradientLeakageCallback(["outsider"], steps=1, clients=1, folder=str(tmp_path))
+    callback = GradientLeakageCallback(["server"], steps=1, clients=1, folder=str(tmp_path))
     fit(method, data, 1, callbacks=[callback])
     assert callback.report is not None
     (row,) = callback.report.select(variant="analytic")
@@ -60,7 +63,7 @@ def test_a_client_that_chooses_a_model_or_sends_more_than_it_is_no_safer(
 def test_clients_of_fedma_are_attacked_after_a_test(tmp_path: Path) -> None:
     method, data = FedMA(mlp(), lr=0.1, batch_size=8, engine="stacked"), blobs()
     fit(method, data, 1).save_checkpoint(tmp_path / "run.ckpt")
-    callback = GradientLeakageCallback(["outsider"], steps=1, clients=1, folder=str(tmp_path))
+    callback = GradientLeakageCallback(["server"], steps=1, clients=1, folder=str(tmp_path))
     again = FedMA(mlp(), lr=0.1, batch_size=8, engine="stacked")
     trainer(callbacks=[callback]).test(again, datamodule=data, ckpt_path=str(tmp_path / "run.ckpt"), verbose=False)
     assert callback.report is not None
@@ -73,8 +76,9 @@ def test_weight_decay_is_accounted_for(decay: float) -> None:
     fit(method, data, 1)
     row = data.federation.train[0][:1]
     received, sent, _ = small_update(method, 0, row)
-    found = analytic(method, gradient_of(method, received, sent))
-    torch.testing.assert_close(found, data.federation.inputs[row][0].double(), rtol=1e-6, atol=1e-8)
+    pixels = Pixels.of(data.federation)
+    found = exact(method, gradient_of(method, received, sent), pixels)["analytic"]
+    torch.testing.assert_close(found, pixels.of_rows(row).double(), rtol=1e-6, atol=1e-6)
 
 
 def test_labels_of_a_batch() -> None:
@@ -87,10 +91,10 @@ def test_labels_of_a_batch() -> None:
 
 
 def test_without_a_bias_or_a_head_that_is_sent() -> None:
-    method = FedAvg(linear(bias=False), lr=0.1, engine="stacked")
-    fit(method, blobs(), 1)
+    method, data = FedAvg(linear(bias=False), lr=0.1, engine="stacked"), blobs()
+    fit(method, data, 1)
     received, sent, _ = small_update(method, 0, torch.tensor([0]))
-    assert analytic(method, gradient_of(method, received, sent)) is None
+    assert set(exact(method, gradient_of(method, received, sent), Pixels.of(data.federation))) == {"rank_one"}
     personal = FedPer(mlp(), lr=0.1, engine="stacked")
     fit(personal, blobs(), 1)
     received, sent, _ = small_update(personal, 0, torch.tensor([0]))
@@ -115,15 +119,17 @@ def test_gradients_of_a_loss_of_the_nets_own_are_matched() -> None:
     fit(method, data, 1)
     rows, pixels = data.federation.train[1][:2], Pixels.of(data.federation)
     received, sent, _ = small_update(method, 1, rows)
-    _, distance = Matching(steps=1, variation=0.0)._descend(
-        method,
+    found = Matching(steps=1, variation=0.0).descend(
+        lambda state, x, y: method.batch_loss(state, x, y, training=False)[0],
         {**method.server_state(), **received},
         gradient_of(method, received, sent),
         data.federation.targets[rows],
-        pixels,
         pixels.of_rows(rows).double(),
+        lambda images: pixels.to_net(images, torch.float64),
+        LocalSteps(),
+        1,
     )
-    assert distance < 1e-9
+    assert found.distance < 1e-9
 
 
 @pytest.mark.parametrize("kind", [FedAvg, SCAFFOLD, WAFFLe, Local])
@@ -135,7 +141,7 @@ def test_callback_on_images(kind: type[FederatedModule], tmp_path: Path) -> None
         fit(method, stripes(), 2, callbacks=list(callbacks))
         return method
 
-    callback = GradientLeakageCallback(steps=150, clients=1, folder=str(tmp_path))
+    callback = GradientLeakageCallback(steps=150 if kind is FedAvg else 10, clients=1, folder=str(tmp_path))
     attacked = run(callback)
     assert largest_difference(weights(attacked), weights(run())) == 0.0
     report = callback.report
@@ -144,16 +150,58 @@ def test_callback_on_images(kind: type[FederatedModule], tmp_path: Path) -> None
         assert report.rows == []
         assert "Nothing crossed the wire" in (tmp_path / "attack_leakage.md").read_text()
         return
-    best = report.strongest(view="outsider")
+    best = report.strongest(view="server")
     assert best is not None
+    assert set(report.floor()) == {"grey", "mean"}
+    assert [one for one in report.ways() if one["view"] == "baseline"] == []
     if kind is FedAvg:
         assert best["variant"] == "analytic"
         assert best["psnr"] > 100
         assert best["label_acc"] == 1.0
-        (matched,) = report.select(view="outsider", variant="matching")
+        (matched,) = report.select(view="server", variant="matching")
         assert matched["psnr"] > 25
+        assert {row["psnr"] > 50 for row in report.select(view="outsider")} == {False}
     if kind is WAFFLe:
-        assert {row["assumption"] for row in report.select(view="outsider")} == {"ones", "prior_mean"}
+        assert {"ones", "prior_mean"} <= {row["assumption"] for row in report.select(view="server")}
+        assert report.select(view="server", variant="rank_one")  # not exact, as no pixel is black or white
+    if kind is FedAvg:
+        shot = max(callback.images, key=lambda one: float(psnr(one.images, one.originals)))
+        torch.testing.assert_close(shot.images.float(), shot.originals, rtol=1e-4, atol=1e-4)
+
+
+def spots() -> TensorFederation:
+    """Images that have black and white pixels, more black ones."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(240, 1, SIDE, SIDE, generator=generator) * 700 - 400).clamp(0, 255).to(torch.uint8)
+    mean, std = torch.tensor(50.0), torch.tensor(80.0)
+    return TensorFederation(x, torch.arange(240) % 3, partition=IID(2, train_samples=60), mean=mean, std=std)
+
+
+@pytest.mark.parametrize("local_steps", [1, 4])
+@pytest.mark.parametrize("kind", [FedAvg, FedPer, WAFFLe, PFedMe])
+def test_no_method_hides_a_single_image_from_the_server(
+    kind: type[FederatedModule], local_steps: int, tmp_path: Path
+) -> None:
+    """No bias, a head or factors kept at home, several steps: the first layer's update is an outer product."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"factors": {"fc1": 6}, "epochs": 2} if kind is WAFFLe else {}
+    method = kind(MLP(SIDE * SIDE, (12,), 3), lr=0.01, engine="stacked", **options)
+    callback = GradientLeakageCallback(
+        ["outsider", "server"], steps=5, clients=1, local_steps=local_steps, folder=str(tmp_path)
+    )
+    fit(method, spots(), 1, callbacks=[callback])
+    assert callback.report is not None
+    best = callback.report.strongest(view="server")
+    assert best is not None
+    assert best["variant"] == "rank_one"
+    assert best["psnr"] > 100
+
+
+def test_an_attack_that_is_no_better_than_grey_says_so(tmp_path: Path) -> None:
+    method = FedAvg(MLP(SIDE * SIDE, (12,), 3), lr=0.01, engine="stacked")
+    callback = GradientLeakageCallback(["server"], batch=8, steps=1, variation=0.0, clients=1, folder=str(tmp_path))
+    fit(method, stripes(), 1, callbacks=[callback])
+    assert "No attack of **server** is better than the baseline" in (tmp_path / "attack_leakage.md").read_text()
 
 
 def test_bad_settings_are_refused() -> None:
@@ -170,7 +218,7 @@ def test_noise_of_the_clients_is_on_what_they_are_asked_for(tmp_path: Path) -> N
     for noise in (0.0, 100.0):
         torch.manual_seed(0)
         method = FedAvg(MLP(SIDE * SIDE, (12,), 3, bias=True), lr=0.01, engine="stacked")
-        callback = GradientLeakageCallback(["outsider"], steps=1, clients=1, folder=str(tmp_path))
+        callback = GradientLeakageCallback(["server"], steps=1, clients=1, folder=str(tmp_path))
         fit(method, stripes(), 1, callbacks=[DifferentialPrivacyCallback(1.0, noise, "local"), callback])
         assert callback.report is not None
         (row,) = callback.report.select(variant="analytic")

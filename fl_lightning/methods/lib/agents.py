@@ -44,7 +44,7 @@ class AgentsOfInterest(FederatedModule, ABC):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    aggregates_by_mean = False  # the clients' updates decide the weights
+    aggregates_by_mean = takes_rules = False  # the clients' updates decide the weights
 
     #: Entries of the memory that belong to one run: another ``fit`` begins without them.
     of_the_run: tuple[str, ...] = (WEIGHTS, DISTANCES)

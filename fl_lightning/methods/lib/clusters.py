@@ -115,7 +115,7 @@ class ClusterModels(ClusteredModule):
         """The weighted mean of each cluster's messages, as entries of :attr:`server`."""
         target: State = {}
         for cluster, own in sorted(members.items()):
-            target |= prefixed(f"{cluster}.", self.mean(own, names=self.shared_names))
+            target |= prefixed(f"{cluster}.", self.mean(own, names=self.shared_names, centre=self.model_state(cluster)))
         return target
 
     def global_models(self) -> Sequence[tuple[float, State]]:

@@ -69,7 +69,11 @@ def held_out(federation: Federation, share: float, seed: int) -> Federation:
 def _again(method: FederatedModule, changes: dict[str, Any]) -> FederatedModule:
     """The method as it was made, with some arguments changed and a copy of its net."""
     made = {name: value for name, value in method.hparams.items() if not name.startswith("_")}  # the CLI's notes
-    made |= {"net": copy.deepcopy(method.net), "server_optimizer": method.server_optimizer}
+    made |= {
+        "net": copy.deepcopy(method.net),
+        "server_optimizer": method.server_optimizer,
+        "aggregation": method.aggregation,
+    }
     return type(method)(**{**made, **changes})
 
 

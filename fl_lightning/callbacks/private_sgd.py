@@ -1,0 +1,120 @@
+"""Differential privacy for single samples, at the clients of any method."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from fl_lightning.callbacks.base import FederatedCallback
+from fl_lightning.engine import WorkerEngine
+from fl_lightning.engine.per_sample import PrivateSGD
+from fl_lightning.errors import FederationError
+from fl_lightning.module import FederatedModule
+from fl_lightning.privacy.accounting import Release, epsilon
+from fl_lightning.secret import SecretStream
+
+#: What of a method private SGD replaces.
+REPLACED = ("moves", "opening", "draw_noise", "dropout_shapes")
+
+
+class PrivateSGDCallback(FederatedCallback):
+    """Trains every client by private SGD (Abadi et al., 2016) and logs its epsilon, ``privacy/epsilon_samples``.
+
+    Each sample's gradient is bounded and noise from the operating system is put on the sum, in every local step. What
+    follows from the trained entries then hides whether a sample is in a client's data or nothing in its place; what a
+    method sends besides (the losses of q-FFL) is not hidden. A sample is in one batch of every epoch, so a client is
+    accounted for one release of the Gaussian mechanism an epoch; the order of batches follows from the seed, so nothing
+    is amplified by it. Logged is the largest epsilon of a client; :meth:`sites` gives all of them.
+
+    Args:
+        clip: largest norm of a sample's gradient.
+        noise_multiplier: standard deviation of the noise on a batch's sum as a multiple of ``clip``.
+        delta: the probability with which the bound may fail; None means one over ten times the client's samples.
+    """
+
+    def __init__(self, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float | None = None) -> None:
+        if not clip > 0:
+            raise FederationError(f"clip must be greater than 0, not {clip}.")
+        if not noise_multiplier >= 0:
+            raise FederationError(f"noise_multiplier must be 0 or more, not {noise_multiplier}.")
+        if delta is not None and not 0 < delta < 1:
+            raise FederationError(f"delta must lie between 0 and 1, not at {delta}.")
+        self.clip, self.noise_multiplier, self.delta = clip, noise_multiplier, delta
+        #: How often a sample of each client took part in a step, by round.
+        self.rounds: dict[int, dict[int, int]] = {}
+        self._earlier: Counter[int] = Counter()
+        self._private: PrivateSGD | None = None
+        self._sizes: dict[int, int] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the method's clients train privately."""
+        if not isinstance(pl_module, FederatedModule):
+            raise FederationError(f"PrivateSGDCallback needs a federated method, not {type(pl_module).__name__}.")
+        if stage != "fit":
+            return
+        if isinstance(pl_module.engine, WorkerEngine):
+            raise FederationError("PrivateSGDCallback trains clients in one process: set workers=1.")
+        self._sizes = dict(enumerate(pl_module.federation.train.sizes.tolist()))
+        self._earlier, self.rounds = self._releases(), {}
+        self._private = PrivateSGD(
+            _plain(pl_module),
+            self.clip,
+            self.noise_multiplier,
+            {name: tuple(p.shape) for name, p in pl_module.net.named_parameters() if p.requires_grad},
+            lambda: SecretStream().normal,
+        )
+        for name in REPLACED:
+            setattr(pl_module, name, getattr(self._private, name))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the method back as it was."""
+        if self._private is not None:
+            for name in REPLACED:
+                delattr(pl_module, name)
+            self._private = None
+
+    def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
+        """Note who trains; a round that is run again counts once."""
+        assert isinstance(pl_module, FederatedModule)
+        assert self._private is not None
+        self.rounds = {number: took for number, took in self.rounds.items() if number < round}
+        each = Counter(map(pl_module.client_of, cohort))
+        self.rounds[round] = {client: often * self._private.releases() for client, often in each.items()}
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Any]) -> None:
+        """Log the largest epsilon."""
+        value = max(self.sites().values())
+        pl_module.log("privacy/epsilon_samples", value, on_step=False, on_epoch=True, batch_size=1)
+
+    def sites(self) -> dict[int, float]:
+        """Epsilon of every client that has trained."""
+        return {client: self._epsilon(client, number) for client, number in sorted(self._releases().items())}
+
+    def run_metrics(self) -> dict[str, float]:
+        """The largest epsilon of a client, for the tables of ``fl-lightning reproduce``."""
+        return {"epsilon_samples": max(self.sites().values(), default=0.0)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rounds that count, for a run that is resumed."""
+        return {"rounds": {n: dict(took) for n, took in self.rounds.items()}, "earlier": dict(self._earlier)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.rounds, self._earlier = dict(state_dict["rounds"]), Counter(state_dict["earlier"])
+
+    def _releases(self) -> Counter[int]:
+        """How often a sample of each client took part in a step."""
+        return sum((Counter(took) for took in self.rounds.values()), self._earlier)
+
+    def _epsilon(self, client: int, number: int) -> float:
+        delta = 1 / (10 * self._sizes[client]) if self.delta is None else self.delta
+        return epsilon([Release("gaussian", self.noise_multiplier, 1.0, number)], delta)
+
+
+def _plain(module: FederatedModule) -> Any:
+    """What private SGD asks of the method, as it is without it."""
+    names = (*REPLACED, "phases", "local", "seed", "batch_statistics", "compute_dtype")
+    return SimpleNamespace(**{name: getattr(module, name) for name in names})

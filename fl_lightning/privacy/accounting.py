@@ -1,0 +1,233 @@
+"""Releases with Gaussian noise and their epsilon, by privacy loss distributions.
+
+A release is a pair of distributions P and Q: of the server's mean with a client and with nothing (0) in its place. The
+distribution of log P/Q under P is discretised so that no bound is missed (Doroshenko et al., 2022, connect the dots),
+and composed by Fourier transforms. Three kinds of releases are known, in units of the largest change that one client
+makes:
+
+``gaussian``
+    Who takes part is known: N(1, z) against N(0, z).
+``poisson``
+    Every client takes part with probability q, for itself and in secret: (1 - q) N(0, z) + q N(1, z) against N(0, z).
+``fixed``
+    A secret cohort of a fixed size, with probability q of a client to be in it. If a client is in the cohort another
+    is not, so that two such means differ by up to 2: for losses above 0 the bound is that of ``poisson`` with half
+    the noise (Balle et al., 2018), in both directions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.signal import fftconvolve
+from scipy.special import log_ndtr, ndtr
+
+from fl_lightning.errors import FederationError
+
+Kind = Literal["gaussian", "poisson", "fixed"]
+Array = NDArray[np.float64]
+#: Distance of neighbouring losses, at most; a shorter one where many releases are composed.
+STEP = 1e-3
+#: Mass of the tails that counts as a breach.
+TAIL = 1e-12
+
+
+class Release(NamedTuple):
+    """Releases of one kind."""
+
+    kind: Kind
+    noise: float
+    """Standard deviation of the noise over the largest change that one client makes."""
+    rate: float
+    """The probability with which a client takes part."""
+    number: int
+
+
+class LossDistribution(NamedTuple):
+    """Mass of the losses (first + i) * STEP, and that of an infinite loss."""
+
+    first: int
+    mass: Array
+    infinite: float
+
+    def delta(self, epsilon: float, step: float) -> float:
+        """Hockey-stick divergence at epsilon."""
+        losses = (self.first + np.arange(len(self.mass))) * step
+        above = losses > epsilon
+        return self.infinite + float(np.sum(self.mass[above] * -np.expm1(epsilon - losses[above])))
+
+    def composed(self, other: LossDistribution) -> LossDistribution:
+        """Both releases, one after the other."""
+        mass = np.maximum(fftconvolve(self.mass, other.mass), 0.0)
+        infinite = 1 - (1 - self.infinite) * (1 - other.infinite)
+        return _trimmed(LossDistribution(self.first + other.first, mass, infinite))
+
+    def times(self, number: int) -> LossDistribution:
+        """So many releases."""
+        found: LossDistribution | None = None
+        power = self
+        while number:
+            if number & 1:
+                found = power if found is None else found.composed(power)
+            number >>= 1
+            if number:
+                power = power.composed(power)
+        assert found is not None
+        return found
+
+    def epsilon(self, delta: float, step: float) -> float:
+        """The smallest epsilon of 0 or more that holds with this delta."""
+        if self.infinite > delta:
+            return math.inf
+        low, high = 0.0, max(0.0, (self.first + len(self.mass)) * step)
+        if self.delta(0.0, step) <= delta:
+            return 0.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.delta(middle, step) > delta else (low, middle)
+        return high
+
+
+def epsilon(releases: Sequence[Release], delta: float) -> float:
+    """An upper bound of epsilon, by privacy loss distributions; infinite without noise, 0 without a release.
+
+    Args:
+        releases: of any kinds.
+        delta: the probability with which the bound may fail.
+
+    Example:
+        >>> round(epsilon([Release("poisson", 1.0, 0.1, 100)], 1e-3), 2)
+        4.78
+    """
+    releases = [one for one in releases if one.number]
+    if not releases:
+        return 0.0
+    if any(one.noise <= 0 for one in releases):
+        return math.inf
+    # All gaussian releases together are one.
+    known = sum(one.number / one.noise**2 for one in releases if _kind(one) == "gaussian")
+    sampled = [one for one in releases if _kind(one) != "gaussian"]
+    if known:
+        sampled.append(Release("gaussian", known**-0.5, 1.0, 1))
+    if len(sampled) == 1 and known:
+        return gaussian_epsilon(known**-0.5, delta)
+    step = STEP / max(1.0, math.sqrt(sum(one.number for one in sampled) / 100))
+    return max(_composed(sampled, removed, step).epsilon(delta, step) for removed in (True, False))
+
+
+def gaussian_epsilon(noise: float, delta: float) -> float:
+    """Epsilon of one release of the Gaussian mechanism, exactly (Balle and Wang, 2018)."""
+
+    def of(value: float) -> float:
+        left, right = 0.5 / noise - value * noise, -0.5 / noise - value * noise
+        return float(ndtr(left) - np.exp(value + log_ndtr(right)))
+
+    low, high = 0.0, 1.0
+    if of(0.0) <= delta:
+        return 0.0
+    while of(high) > delta:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if of(middle) > delta else (low, middle)
+    return high
+
+
+def _kind(one: Release) -> Kind:
+    return "gaussian" if one.rate >= 1 else one.kind
+
+
+def _composed(releases: Sequence[Release], removed: bool, step: float) -> LossDistribution:
+    found: LossDistribution | None = None
+    for one in releases:
+        own = _loss(one, removed, step).times(one.number)
+        found = own if found is None else found.composed(own)
+    assert found is not None
+    return found
+
+
+def _loss(one: Release, removed: bool, step: float) -> LossDistribution:
+    """The losses of one release, of P against Q or of Q against P."""
+    match _kind(one):
+        case "gaussian":
+            return _discrete(one.noise, 1.0, True, step)
+        case "poisson":
+            return _discrete(one.noise, one.rate, removed, step)
+        case "fixed":
+            return _symmetric(_discrete(one.noise / 2, one.rate, True, step), step)
+    raise FederationError(f"A release is gaussian, poisson or fixed, not {one.kind!r}.")
+
+
+def _discrete(noise: float, rate: float, removed: bool, step: float) -> LossDistribution:
+    """Losses of the mixture against the Gaussian (``removed``), or the other way round.
+
+    Between two grid points the masses of P and Q are put on both, so that neither changes.
+    """
+    reach = noise * 9.0  # of a Gaussian about 1e-19 lies beyond
+    ends = _loss_at(np.array([-reach, 1.0 + reach]), noise, rate)
+    low, high = math.floor(ends[0] / step), math.ceil(ends[1] / step)
+    grid = np.arange(low, high + 1) * step
+    places = _place_of(grid, noise, rate)
+    plain, shifted = _masses(places, 0.0, noise), _masses(places, 1.0, noise)
+    mixed = (1 - rate) * plain + rate * shifted
+    p, q = (mixed, plain) if removed else (plain[::-1], mixed[::-1])
+    if not removed:
+        grid, low = -grid[::-1], -high
+    # Masses below the first point are moved up to it; those above the last count as infinite.
+    inner_p, inner_q = p[1:-1], q[1:-1]
+    left = (inner_q * np.exp(grid[:-1]) - inner_p * math.exp(-step)) / -math.expm1(-step)
+    left = np.clip(left, 0.0, inner_p)
+    mass = np.zeros(len(grid))
+    mass[:-1] += left
+    mass[1:] += inner_p - left
+    mass[0] += p[0]
+    return _trimmed(LossDistribution(low, mass, float(p[-1])))
+
+
+def _loss_at(x: Array, noise: float, rate: float) -> Array:
+    """Log of the mixture over the Gaussian."""
+    with np.errstate(divide="ignore"):
+        found: Array = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * x - 1) / (2 * noise**2))
+    return found
+
+
+def _place_of(losses: Array, noise: float, rate: float) -> Array:
+    """Where the loss is so large; minus infinity for losses that do not occur."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.expm1(losses) + rate if rate < 1 else np.exp(losses)
+        return np.where(share > 0, 0.5 + noise**2 * np.log(share / rate), -np.inf)
+
+
+def _masses(places: Array, mean: float, noise: float) -> Array:
+    """Gaussian masses below, between and above the places, without cancellation in the tails."""
+    z = (places - mean) / noise
+    inner = np.where(z[:-1] > 0, ndtr(-z[:-1]) - ndtr(-z[1:]), ndtr(z[1:]) - ndtr(z[:-1]))
+    return np.concatenate(([ndtr(z[0])], inner, [ndtr(-z[-1])]))
+
+
+def _symmetric(one: LossDistribution, step: float) -> LossDistribution:
+    """A pair that bounds both directions by the losses above 0 of one."""
+    losses = (one.first + np.arange(len(one.mass))) * step
+    above = losses > step / 2
+    top = one.mass[above]
+    mirrored = (top * np.exp(-losses[above]))[::-1]
+    gap = np.zeros(round(losses[above][0] / step) * 2 - 1)
+    gap[len(gap) // 2] = max(0.0, 1 - one.infinite - top.sum() - mirrored.sum())
+    last = one.first + len(one.mass) - 1
+    return LossDistribution(-last, np.concatenate((mirrored, gap, top)), one.infinite)
+
+
+def _trimmed(one: LossDistribution) -> LossDistribution:
+    """Without tails: small losses are moved up, large ones count as infinite."""
+    below, above = np.cumsum(one.mass), np.cumsum(one.mass[::-1])[::-1]
+    kept = np.flatnonzero((below > TAIL) & (above > TAIL))
+    if not len(kept):
+        return one
+    start, end = int(kept[0]), int(kept[-1]) + 1
+    mass = one.mass[start:end].copy()
+    mass[0] += one.mass[:start].sum()
+    return LossDistribution(one.first + start, mass, one.infinite + float(one.mass[end:].sum()))

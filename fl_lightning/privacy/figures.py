@@ -1,0 +1,130 @@
+"""Pictures of attacks: ROC curves, reconstructions with their originals, attack against epsilon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from fl_lightning.metrics import attack_auroc, clopper_pearson, psnr, roc, ssim
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Images of a picture at most.
+MOST = 12
+
+
+def roc_figure(attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4) -> Figure:
+    """ROC curves on logarithmic axes, with the exact 95% interval of the members found.
+
+    Args:
+        attacks: scores and members by name.
+        least: where the axes begin, unless one over the number of non-members is larger.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    start = 1.0
+    for name, (scores, members) in attacks.items():
+        if bool(scores.isnan().any()):
+            continue
+        alarms, found = (rate.cpu() for rate in roc(scores, members))
+        total = int(members.sum())
+        start = min(start, max(least, 1 / int((~members).sum())))
+        some = torch.unique(torch.linspace(0, len(alarms) - 1, 200).round().long())
+        ends = [clopper_pearson(round(float(share) * total), total) for share in found[some]]
+        (line,) = axes.plot(alarms, found, label=f"{name}: AUROC {float(attack_auroc(scores, members)):.3f}")
+        low, high = zip(*ends, strict=True)
+        axes.fill_between(alarms[some], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.plot([start, 1], [start, 1], color="grey", linestyle=":", label="chance")
+    axes.set(xscale="log", yscale="log", xlim=(start, 1), ylim=(start, 1))
+    axes.set(xlabel="false alarms", ylabel="members found")
+    axes.legend(fontsize="x-small", loc="lower right")
+    return figure
+
+
+def images_figure(originals: Tensor, found: Tensor, titles: Sequence[str] | None = None) -> Figure:
+    """Originals above their reconstructions, with PSNR and SSIM, and labels if they are given.
+
+    Args:
+        originals: pixels in [0, 1], shape (n, channels, height, width).
+        found: likewise.
+        titles: what stands above each original.
+    """
+    from matplotlib.figure import Figure
+
+    number = min(len(originals), MOST)
+    figure = Figure(figsize=(1.1 * number + 0.4, 2.9), layout="constrained")
+    axes = figure.subplots(2, number, squeeze=False)
+    near, alike = psnr(found, originals), ssim(found, originals)
+    for k in range(number):
+        for row, image in ((0, originals[k]), (1, found[k])):
+            _picture(axes[row][k], image)
+        axes[0][k].set_title("" if titles is None else titles[k], fontsize=7)
+        told = f"{min(float(near[k]), 150.0):.1f} dB"
+        axes[1][k].set_title(told if bool(alike[k].isnan()) else f"{told}\nSSIM {float(alike[k]):.2f}", fontsize=7)
+    return figure
+
+
+def budget_figure(points: Sequence[tuple[float, float, float]], attack: str = "attack") -> Figure:
+    """Accuracy and the strength of an attack by epsilon.
+
+    Args:
+        points: epsilon, accuracy and strength.
+        attack: what the strength is called.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    left = figure.subplots()
+    right = left.twinx()
+    epsilon, accuracy, strength = zip(*sorted(points), strict=True)
+    left.plot(epsilon, accuracy, marker="o", label="accuracy")
+    right.plot(epsilon, strength, marker="s", linestyle="--", color="tab:red", label=attack)
+    left.set(xscale="log", xlabel="epsilon", ylabel="accuracy")
+    right.set_ylabel(attack)
+    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
+    return figure
+
+
+def show_figure(
+    trainer: Trainer, name: str, make: Callable[[], Figure], step: int, folder: str | None = None
+) -> str | None:
+    """Log a picture to TensorBoard and write it to the log folder; returns the file's name, if one is written.
+
+    Args:
+        trainer: whose loggers are meant.
+        name: of the picture, such as ``membership/server``.
+        make: draws it, if somebody is to see it.
+        step: the number of rounds.
+        folder: where the file is written; None means the Trainer's log folder.
+    """
+    boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    where = folder or trainer.log_dir
+    if not trainer.is_global_zero or (not boards and where is None):
+        return None
+    figure = make()
+    for board in boards:
+        board.experiment.add_figure(name, figure, step, close=False)
+    if where is None:
+        return None
+    path = Path(where) / f"{name.replace('/', '_')}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path.name
+
+
+def _picture(axes: Any, image: Tensor) -> None:
+    axes.axis("off")
+    pixels = image.detach().float().clamp(0, 1).cpu()
+    if pixels.dim() == 3:
+        axes.imshow(pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0], cmap="gray", vmin=0, vmax=1)
+    else:
+        axes.imshow(pixels.reshape(1, -1), cmap="gray", vmin=0, vmax=1, aspect="auto")
