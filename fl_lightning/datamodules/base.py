@@ -177,8 +177,10 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
     @property
     def outputs(self) -> int:
         """How many outputs a net for this data has: one for each class, or for each number that is predicted."""
+        if self.num_classes:
+            return self.num_classes
         targets = self.samples.targets
-        return self.num_classes or (1 if targets.dim() == 1 else int(targets.shape[1]))
+        return 1 if targets.dim() == 1 else int(targets.shape[1])
 
     def setup(self, stage: str | None = None) -> None:
         """Build the federation, and let all processes know the key of secret cohorts; later calls change nothing."""

@@ -69,7 +69,7 @@ def test_fit_names_its_folder_and_predict_its_table(capsys: pytest.CaptureFixtur
     main(["fit", *what])
     said = capsys.readouterr().out
     folder = Path("runs/FedAvg/version_0")
-    (checkpoint,) = folder.rglob("*.ckpt")
+    (checkpoint,) = folder.rglob("last.ckpt")
     assert f"The run is in {folder}; test it with --ckpt_path {checkpoint}" in said
     main(["predict", *what, "--ckpt_path", str(checkpoint)])
     table = Path("runs/FedAvg/version_1/predictions.csv")
