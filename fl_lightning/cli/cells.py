@@ -19,6 +19,7 @@ from fl_lightning.cli.tables import Config, config_hash
 from fl_lightning.errors import FederationError
 from fl_lightning.metrics.fairness import scored
 from fl_lightning.module import FederatedModule
+from fl_lightning.papers.environment import environment
 
 RESULT, CHECKPOINT, PROGRESS = "result.json", "last.ckpt", "progress.txt"
 #: Rounds between two checkpoints.
@@ -204,6 +205,7 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
         "times": recorder.times,
         "clients": [None if value.isnan() else round(float(value), 4) for value in scores],
         "modes": [int(mode) for mode in module.federation.meta.get("mode", [])],
+        "environment": environment(),
     }
 
 
