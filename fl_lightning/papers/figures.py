@@ -251,7 +251,7 @@ def deviations(tables: Mapping[str, tuple[list[str], list[str], list[list[Any]]]
     heights = [len(rows) + 4.5 for rows, _, _ in tables.values()]
     halves = _halves(heights)
     figure = Figure(figsize=(15, 0.27 * max(sum(heights[i] for i in half) for half in halves)), layout="constrained")
-    for part, half in zip(figure.subfigures(1, 2), halves, strict=True):
+    for part, half in zip(np.ravel(figure.subfigures(1, len(halves))), halves, strict=True):
         grid = part.subplots(len(half), 1, height_ratios=[heights[i] for i in half], squeeze=False)
         for axes, i in zip(grid[:, 0], half, strict=True):
             title = list(tables)[i]
@@ -259,10 +259,10 @@ def deviations(tables: Mapping[str, tuple[list[str], list[str], list[list[Any]]]
     return save(figure, path)
 
 
-def _halves(heights: Sequence[float]) -> tuple[list[int], list[int]]:
+def _halves(heights: Sequence[float]) -> list[list[int]]:
     """Indices of what goes left and right, in order, of about the same height."""
     cut = next(i for i in range(1, len(heights) + 1) if sum(heights[:i]) >= sum(heights) / 2)
-    return list(range(cut)), list(range(cut, len(heights)))
+    return [half for half in (list(range(cut)), list(range(cut, len(heights)))) if half]
 
 
 def _deviations(axes: Any, title: str, rows: list[str], columns: list[str], places: list[list[Any]]) -> None:

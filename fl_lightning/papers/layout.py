@@ -123,7 +123,7 @@ class Layout:
 
     def _asked(self, cell: Cell) -> bool:
         """Whether a cell has the metric that is measured here, where the published one is another."""
-        return cell["metric"] == self.plan.get("metric", cell["metric"])
+        return bool(cell["metric"] == self.plan.get("metric", cell["metric"]))
 
     def _order(self, row: Place) -> int:
         order = self.plan.get("order", [])
