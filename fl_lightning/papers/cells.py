@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, Trainer
 
 from fl_lightning.callbacks.agents import WeighsAgents, local_since
 from fl_lightning.errors import FederationError
-from fl_lightning.metrics.fairness import scored
+from fl_lightning.metrics.fairness import scored, worst_decile
 from fl_lightning.module import FederatedModule
 from fl_lightning.papers.environment import environment
 from fl_lightning.papers.tables import Config, config_hash
@@ -188,6 +188,7 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
         **{f"{name}_last{LAST}": sum(curve) / len(curve) for name, curve in last.items()},
         "best_acc": max(curve),
         "variance": float(scored(scores).var(correction=0)),
+        "worst_tenth": float(worst_decile(scores)),
         "parameters": sum(state[name].numel() for name in module.shared_names),
         "bytes_per_round": (module.bytes_up + module.bytes_down) / len(curve),
     }
