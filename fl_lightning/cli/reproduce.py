@@ -21,9 +21,10 @@ from fl_lightning.papers import tables
 from fl_lightning.papers.cells import cached, folder_of, progress_of, run_cell
 from fl_lightning.papers.drawing import keep_own
 from fl_lightning.papers.measure import Measured, measure
-from fl_lightning.papers.pages import figure, write_pages
+from fl_lightning.papers.pages import write_pages
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import Cell, Config
+from fl_lightning.papers.words import figure
 from fl_lightning.view import View
 
 

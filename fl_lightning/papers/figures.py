@@ -287,3 +287,31 @@ def _rectangle(corner: tuple[float, float], **look: Any) -> Any:
     from matplotlib.patches import Rectangle
 
     return Rectangle(corner, 1, 1, **look)
+
+
+def pays(panels: Mapping[str, tuple[list[str], list[str], list[list[tuple[str, float] | None]]]], path: Path) -> Path:
+    """How far the best federated method is ahead of Local, one panel for each measure.
+
+    Args:
+        panels: rows, columns and (method, gain) by title.
+        path: where the picture goes.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * max(len(panels), 1), 4), layout="constrained")
+    for axes, (title, (rows, columns, places)) in zip(
+        np.ravel(figure.subplots(1, max(len(panels), 1))), panels.items(), strict=False
+    ):
+        gains = np.array([[np.nan if place is None else place[1] for place in row] for row in places])
+        axes.imshow(gains, cmap="RdBu", vmin=-LIMIT, vmax=LIMIT, aspect="auto")
+        for i, row in enumerate(places):
+            for j, place in enumerate(row):
+                if place is not None:
+                    colour = "w" if abs(place[1]) > 0.7 * LIMIT else "k"
+                    text = f"{place[0]}\n{place[1]:+.1f}"
+                    axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
+        axes.set_yticks(range(len(rows)), rows, fontsize=8)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set(xlabel="training samples a client", title=title)
+    figure.suptitle("Best federated method, and points that it is ahead of Local")
+    return save(figure, path)

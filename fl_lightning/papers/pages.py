@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.papers import marked, tables
+from fl_lightning.papers import marked, tables, worth
 from fl_lightning.papers.claims import Claim, judge
 from fl_lightning.papers.coverage import KINDS, NONE, coverage, hours
 from fl_lightning.papers.layout import Layout, Place, Shown
 from fl_lightning.papers.measure import Measured
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import FULL, REDUCED, Cell
+from fl_lightning.papers.words import figure, markdown, name_of
 
 Plan = Mapping[str, Any]
 #: Rows, columns and places of a table.
@@ -53,16 +54,10 @@ def write_pages(records: Records, docs: Path) -> list[Path]:
             drawn += pictures[one]
         written.append(marked.write_text(docs / PAGES / f"{name}.md", paper_page(records, plan, layouts[name])))
         written.append(marked.write_text(docs / PAGES / f"{name}-curves.md", curves_page(plan, pictures)))
+    drawn.append(worth.draw(records, docs / PICTURES / "map.png"))
+    written.append(marked.write_text(docs / PAGES / "map.md", worth.page(records, f"../{PICTURES}/map.png")))
     marked.remove_others([docs / PAGES, docs / PICTURES], [*written, *drawn])
     return [*written, *drawn]
-
-
-def figure(value: float | None, std: float | None = None) -> str:
-    """A number with its standard deviation, or a dash."""
-    if value is None:
-        return "-"
-    text = f"{value:,.0f}" if float(value).is_integer() and value > 1000 else f"{value:.2f}"
-    return f"{text} ± {std:.2f}" if std else text
 
 
 def readme_table(records: Records) -> str:
@@ -91,7 +86,7 @@ def front_page(records: Records, layouts: Mapping[str, Sequence[Layout]]) -> str
     parts = [said["front"], markdown(head, rows, left=3), "## Coverage\n", _coverage_table(plans, layouts)]
     parts += [said["coverage"], "## Deviations\n", f"![{said['picture']}]({PICTURES}/deviations.png)\n"]
     parts.append(said["deviations"])
-    parts.append("## Pages\n")
+    parts += ["## Pages\n", f"- [{said['map']['title']}]({PAGES}/map.md)"]
     parts += [f"- {_link(plan)}, [curves]({PAGES}/{plan['name']}-curves.md)" for plan in tables.pages()["pages"]]
     return "\n".join(parts)
 
@@ -137,18 +132,12 @@ def section(layout: Layout, explanations: Sequence[Plan] = (), level: str = "##"
         rows.append([_said(layout.plan["rows"], row), *texts])
     lent = layout.beneath()
     if lent is not None:
-        rows.append([_name(lent[0]["method"]), _own(lent[1]), *([""] * (len(layout.columns) - 1))])
+        rows.append([name_of(lent[0]["method"]), _own(lent[1]), *([""] * (len(layout.columns) - 1))])
     head = [", ".join(map(_heading, layout.plan["rows"])), *(_said(layout.plan["columns"], c) for c in layout.columns)]
     about = f"{layout.plan['about'].strip()}\n" if "about" in layout.plan else ""
     parts = [f"{level} {layout.plan['title']}\n", about, markdown(head, rows), _scales(layout)]
     parts += [f"{number}. {text}" for text, number in notes.items()]
     return "\n".join([part for part in parts if part] + [""])
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table in Markdown, its first columns aligned to the left."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * left + "---:|" * (len(head) - left)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
 def _layouts(records: Records, plan: Plan) -> list[Layout]:
@@ -262,9 +251,9 @@ def _left_of(records: Records, layout: Layout, left: Sequence[Cell]) -> Iterator
         costs = [hours(records, config) for config in configs.values() if not records.seeds(config)]
         known = [cost for cost in costs if cost is not None]
         cost = "no run to judge by" if len(known) < len(costs) else f"{sum(known):.1f}"
-        methods = ", ".join(dict.fromkeys(_name(shown.cell["method"]) for shown in places))
+        methods = ", ".join(dict.fromkeys(name_of(shown.cell["method"]) for shown in places))
         cells = sum(len(shown.published) for shown in places)
-        yield [layout.plan["title"], _name(data), methods, str(cells), str(len(costs)), cost]
+        yield [layout.plan["title"], name_of(data), methods, str(cells), str(len(costs)), cost]
 
 
 def _runs(records: Records, layouts: Sequence[Layout]) -> str:
@@ -298,16 +287,11 @@ def _said(keys: Sequence[str], place: Place) -> str:
 
 def _value(key: str, value: Any) -> str:
     numbered = isinstance(value, int | float) or value == "auto"
-    return f"{_heading(key)} = {value}" if numbered else _name(str(value))
+    return f"{_heading(key)} = {value}" if numbered else name_of(str(value))
 
 
 def _heading(key: str) -> str:
     return {"l1_weight": "omega", "alpha_over_F": "alpha / F", "dataset": "data"}.get(key, key)
-
-
-def _name(word: str) -> str:
-    names: dict[str, str] = tables.pages()["names"]
-    return names.get(word, word)
 
 
 def _plain(text: str) -> str:

@@ -226,7 +226,15 @@ OF_THE_AGENT = {"best_alice_test_acc_over_rounds": "best_acc", "final_alice_test
 #: Metrics that a finished run answers.
 METRICS = (
     *("local_test_acc", "majority", "minority", "gap", "variance", "parameters", "gain_over_fedavg"),
-    *("global_test_acc", "worst_tenth", "best_acc", "rounds_to_98", "bytes_per_round", "up_bytes_per_round", "down_bytes_per_round"),
+    *(
+        "global_test_acc",
+        "worst_tenth",
+        "best_acc",
+        "rounds_to_98",
+        "bytes_per_round",
+        "up_bytes_per_round",
+        "down_bytes_per_round",
+    ),
     *("mia_accuracy", "mia_f1", "mia_auroc", "mia_tpr_at_1"),
     *("inversion_psnr", "inversion_ssim", "inversion_attack_acc", "inversion_judge_acc"),
     *OF_THE_AGENT,

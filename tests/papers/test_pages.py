@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fl_lightning.errors import FederationError
-from fl_lightning.papers import marked, pages, tables
+from fl_lightning.papers import marked, pages, tables, worth
 from fl_lightning.papers.claims import judge
 from fl_lightning.papers.coverage import NONE, coverage, hours, uncovered
 from fl_lightning.papers.layout import Layout
@@ -73,6 +73,7 @@ def test_the_pages_are_those_of_the_records() -> None:
     found = {name: layouts(name) for name in PLANS}
     texts = {"results.md": pages.front_page(kept(), found)}
     texts |= {f"results/{name}.md": pages.paper_page(kept(), plan, found[name]) for name, plan in PLANS.items()}
+    texts["results/map.md"] = worth.page(kept(), "../pictures/results/map.png")
     for name, text in texts.items():
         said = "fl-lightning reproduce --docs docs writes it again"
         assert (ROOT / "docs" / name).read_text() == f"{text.rstrip()}\n\n{marked.COMMENT}\n", said
