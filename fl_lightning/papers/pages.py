@@ -195,7 +195,8 @@ def _applies(layout: Layout, shown: Shown, one: Plan) -> bool:
     assert shown.value is not None
     if not tables.fits(shown.cell, one.get("when", {})):
         return False
-    if one.get("beyond") == "below" and shown.measured.mean > shown.value:
+    side = "above" if shown.measured.mean > shown.value else "below"
+    if one.get("beyond", side) != side:
         return False
     if "last" in one:
         return shown.measured.last is not None and abs(shown.measured.last - shown.value) <= 2

@@ -181,6 +181,7 @@ def test_explanations_are_chosen_by_what_was_measured() -> None:
     assert footnote(waffle_factor=99.0) == pages.UNEXPLAINED
     assert footnote(waffle_factor=99.0, local=96.0) == pages.UNEXPLAINED
     assert footnote(waffle_factor=99.0, local=96.5).startswith("Local, which trains as often")
+    assert footnote(waffle_factor=90.0, local=96.5) == pages.UNEXPLAINED
 
 
 def test_what_a_run_would_cost_by_hand() -> None:
