@@ -114,7 +114,8 @@ def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
 
 def curves_page(plan: Plan, pictures: Mapping[str, Sequence[Path]]) -> str:
     """The page of a paper's pictures."""
-    parts = [f"# Curves: {plan['title']}\n", f"Of the runs behind [the tables]({plan['name']}.md), mean over seeds.\n"]
+    head = f"Of the runs behind [the tables]({plan['name']}.md), mean over seeds. {tables.pages()['texts']['curves']}"
+    parts = [f"# Curves: {plan['title']}\n", head]
     for name, paths in pictures.items():
         parts.append(f"## {name}\n")
         parts += [f"![{path.stem}](../{PICTURES}/{plan['name']}/{path.name})\n" for path in paths]

@@ -225,3 +225,15 @@ def test_pages_are_written_with_a_mark_and_nothing_else_is_replaced(
     with pytest.raises(FederationError, match=r"results\.md was not written by fl-lightning reproduce: move it away"):
         pages.write_pages(Records(None), tmp_path)
     assert (tmp_path / "results.md").read_text() == "somebody's own"
+
+
+def test_pages_of_curves_show_the_pictures_that_are_there() -> None:
+    """Byte for byte, with the pictures that were drawn when they were written."""
+    for name, plan in PLANS.items():
+        text = (ROOT / "docs" / "results" / f"{name}-curves.md").read_text()
+        shown = [Path(path) for path in re.findall(r"\]\((\S+\.png)\)", text)]
+        pictures = {
+            one: [path for path in shown if path.name.startswith(f"{one.replace('/', '-')}-")] for one in plan["curves"]
+        }
+        assert text == f"{pages.curves_page(plan, pictures).rstrip()}\n\n{marked.COMMENT}\n"
+        assert all((ROOT / "docs" / "results" / path).exists() for path in shown)
