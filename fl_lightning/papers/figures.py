@@ -251,7 +251,8 @@ def deviations(tables: Mapping[str, tuple[list[str], list[str], list[list[Any]]]
     heights = [len(rows) + 4.5 for rows, _, _ in tables.values()]
     halves = _halves(heights)
     figure = Figure(figsize=(15, 0.27 * max(sum(heights[i] for i in half) for half in halves)), layout="constrained")
-    for part, half in zip(np.ravel(figure.subfigures(1, len(halves))), halves, strict=True):
+    parts: Any = figure.subfigures(1, len(halves), squeeze=False)
+    for part, half in zip(parts[0], halves, strict=True):
         grid = part.subplots(len(half), 1, height_ratios=[heights[i] for i in half], squeeze=False)
         for axes, i in zip(grid[:, 0], half, strict=True):
             title = list(tables)[i]

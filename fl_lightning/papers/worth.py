@@ -127,9 +127,9 @@ def _missing(records: Records) -> str:
         configs = {tables.config_hash(config): config for config in map(tables.config_of, cells)}
         left = [config for config in configs.values() if not records.seeds(config)]
         known = [cost for config in left if (cost := hours(records, config)) is not None]
-        cost = f"{sum(known):.1f}" if len(known) == len(left) else "no run to judge by"
+        total = f"{sum(known):.1f}" if len(known) == len(left) else "no run to judge by"
         if left:
-            rows.append([name_of(cells[0]["dataset"]), f"`fl-lightning reproduce {name}`", str(len(left)), cost])
+            rows.append([name_of(cells[0]["dataset"]), f"`fl-lightning reproduce {name}`", str(len(left)), total])
     if not rows:
         return "Nothing is missing.\n"
     return markdown(["data", "command", "runs", "hours of a core, one seed"], rows, left=2)
