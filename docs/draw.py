@@ -6,7 +6,6 @@ Partitions are drawn of MNIST; the dashboard and the report are runs on the digi
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 import tempfile
@@ -33,6 +32,8 @@ from fl_lightning.datamodules import (
 )
 from fl_lightning.datamodules.picture import draw_partition
 from fl_lightning.datamodules.summary import Summary
+from fl_lightning.papers.pages import readme_table
+from fl_lightning.papers.records import Records
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -47,9 +48,6 @@ PARTITIONS: dict[str, PartitionScheme] = {
     "major-minor": MajorMinor(clients=20, similarity=0.2),
     "dirichlet": Dirichlet(clients=50, alpha=0.3),
 }
-#: README's table: method, its name in results/, and the metrics of a column each.
-ROWS = {"FedAvg": "fedavg", "FedProx": "fedprox", "q-FFL": "qffl", "WAFFLe": "waffle_factor"}
-COLUMNS = {"all clients": "local_test_acc", "majority": "majority", "minority": "minority", "variance": "variance"}
 MARKS = ("<!-- results: written by make pictures -->", "<!-- end of results -->")
 
 
@@ -141,27 +139,10 @@ def shrink(path: Path) -> None:
     small.save(path, optimize=True)
 
 
-def results_table() -> str:
-    """README's table, from results/: MNIST with a majority and a minority of clients, mean over seeds."""
-    rows = [
-        row
-        for number in (1, 2)
-        for row in json.loads((ROOT / "results" / f"waffle_factor_journal_table{number}.json").read_text())
-        if (row["dataset"], row["partition"]) == ("mnist", "multimodal_Z2")
-    ]
-    found = {(row["method"], row["metric"]): row["measured"] for row in rows}
-    lines = [f"| method | {' | '.join(COLUMNS)} |", "|---|" + "---:|" * len(COLUMNS)]
-    for name, key in ROWS.items():
-        cells = [found.get((key, metric)) for metric in COLUMNS.values()]
-        texts = ("" if cell is None else f"{cell['mean']:.1f} ± {cell['std'] or 0:.1f}" for cell in cells)
-        lines.append(f"| {name} | {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
 def with_table(readme: str) -> str:
     """README with its table as the results have it."""
     pattern = re.compile(f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}", re.DOTALL)
-    return pattern.sub(f"{MARKS[0]}\n\n{results_table()}\n\n{MARKS[1]}", readme)
+    return pattern.sub(f"{MARKS[0]}\n\n{readme_table(Records(ROOT / 'results'))}\n{MARKS[1]}", readme)
 
 
 def main(folder: Path = PICTURES) -> None:

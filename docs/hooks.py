@@ -1,4 +1,4 @@
-"""What mkdocs makes of the repository: navigation, API pages, sources that pages link to, measured tables.
+"""Site of the repository: navigation, API pages, sources that pages link to, links to measured tables.
 
 Everything is derived from what lies there, so a new method, page or module appears by itself. Nothing of the library
 that needs torch is imported.
@@ -7,20 +7,23 @@ that needs torch is imported.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify
 from mkdocs.structure.files import File
 
 from fl_lightning.cli.commands import usage
-from fl_lightning.cli.results import section
-from fl_lightning.cli.tables import config_of
+from fl_lightning.papers import tables
+from fl_lightning.papers.layout import Layout
+from fl_lightning.papers.records import Records
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+RECORDS = Records(ROOT / "results")
 #: Order of the pages that come first; pages that are not there are left out, others follow by themselves.
 FIRST = ["quickstart", "concepts", "methods", "partitions", "fairness", "privacy", "dashboard", "examples"]
 LAST = ["add-a-method", "performance", "results", "architecture", "cli", "api"]
@@ -42,6 +45,8 @@ def navigation() -> list[Any]:
     for name in (*FIRST, *others, *LAST):
         if name == "methods":
             nav.append({"Methods": [{title(page): f"methods/{page.name}"} for page in method_pages()]})
+        elif name == "results":
+            nav.append({"Results": ["results.md", *(f"results/{page}.md" for page in result_pages())]})
         elif name == "api":
             nav.append({"API": [{module: f"api/{module}.md"} for module in modules()]})
         elif name == "cli":
@@ -54,6 +59,12 @@ def navigation() -> list[Any]:
 def method_pages() -> list[Path]:
     """The methods' pages, by title."""
     return sorted((DOCS / "methods").glob("*.md"), key=lambda page: title(page).lower())
+
+
+def result_pages() -> list[str]:
+    """The pages of results in the order in which the first of them links to them."""
+    links = re.findall(r"\(results/([\w-]+)\.md\)", (DOCS / "results.md").read_text(encoding="utf-8"))
+    return list(dict.fromkeys(links))
 
 
 def title(page: Path) -> str:
@@ -160,21 +171,31 @@ def _relinked(match: re.Match[str], folder: Path, here: Path) -> str:
 
 
 def measured(page: Path) -> str:
-    """What was measured of the methods whose code a page links to, beside the published values."""
+    """Where the methods whose code a page links to stand beside published values, or were studied."""
     text = page.read_text(encoding="utf-8")
     code = {Path(target).stem for _, target, *_ in LINK.findall(text) if "fl_lightning/methods/" in target}
-    parts = []
-    for path in sorted((ROOT / "results").glob("*.json")):
-        rows = [row for row in json.loads(path.read_text()) if module_of(row) in code]
-        if rows:
-            parts.append("#" + section(path.stem, rows))
-    return "\n\n## Measured\n\nFrom [results](../results.md).\n\n" + "\n".join(parts) if parts else ""
+    found = [line for line, modules in measurements() if modules & code]
+    return "\n\n## Measured\n\n" + "\n".join(found) + "\n" if found else ""
+
+
+@cache
+def measurements() -> list[tuple[str, set[str | None]]]:
+    """Every table of the pages of results: a line with a link to it, and the modules of its methods."""
+    found = []
+    for plan in tables.pages()["pages"]:
+        for one in plan["tables"]:
+            cells = [shown.cell for shown in Layout(RECORDS, one).shown if shown.measured is not None]
+            modules = {module_of(cell) for cell in {cell["method"]: cell for cell in cells}.values()}
+            anchor = slugify(one["title"], "-")
+            line = f"- [{plan['title']}: {one['title']}](../results/{plan['name']}.md#{anchor})"
+            found.append((line, modules))
+    return found
 
 
 def module_of(row: dict[str, Any]) -> str | None:
     """The module of the method that a measured cell is of."""
     try:
-        name = config_of(row)["model"]["class_path"].rpartition(".")[2]
+        name = tables.config_of(row)["model"]["class_path"].rpartition(".")[2]
     except (KeyError, StopIteration):
         return None
     init = ast.parse((ROOT / "fl_lightning/methods/__init__.py").read_text(encoding="utf-8"))

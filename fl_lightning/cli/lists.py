@@ -80,7 +80,7 @@ def partitions() -> dict[str, str]:
 
 def tables() -> dict[str, str]:
     """Every published table that can be run again, with its paper and its size."""
-    from fl_lightning.cli import tables as published
+    from fl_lightning.papers import tables as published
 
     titles = published.papers()
     return {

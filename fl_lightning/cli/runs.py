@@ -14,9 +14,9 @@ import torch
 import yaml
 
 from fl_lightning.callbacks.record import FILE, read_record
-from fl_lightning.cli.cells import RESULT
 from fl_lightning.errors import FederationError
 from fl_lightning.metrics import fairness_summary
+from fl_lightning.papers.cells import RESULT
 from fl_lightning.pictures import Values
 
 Curve = tuple[list[int], list[float]]

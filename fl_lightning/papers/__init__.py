@@ -1,1 +1,1 @@
-"""Published tables and the recipes that reproduce them, as data."""
+"""Published tables, the recipes that run them again, records of runs, and the pages that are written from these."""

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 
 from fl_lightning.callbacks import MembershipInferenceCallback
-from fl_lightning.cli import attack, cells, figures, main, reproduce
-from fl_lightning.cli.tables import config_of, run_metric, select, table
+from fl_lightning.cli import attack, main
+from fl_lightning.papers import figures, tables
+from fl_lightning.papers.cells import EVERY, folder_of
+from fl_lightning.papers.drawing import draw
+from fl_lightning.papers.measure import measure
+from fl_lightning.papers.records import Records
+from fl_lightning.papers.tables import config_of, run_metric, select, table
 from tests.cli.test_cli import QUICKSTART, QUIET, refused
-from tests.cli.test_reproduce import TINY
+from tests.papers.tiny import TINY, run
 
 SAVER = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
+
+CHOSEN = {"method": "fedavg", "metric": "mia_auroc", "view": "server"}
 
 
 @pytest.fixture(autouse=True)
@@ -141,21 +148,22 @@ def test_cells_with_attacks_and_their_pictures(tmp_path: Path, monkeypatch: pyte
         {"class_path": f"{folder}LedgerCallback"},
     ]
     config = {**TINY, "trainer": {"max_epochs": 2, "callbacks": attacks}}
-    monkeypatch.setattr(reproduce, "config_of", lambda cell: json.loads(json.dumps(config)))
-    result = cells.run_cell(tmp_path / "runs", config, seed=0)
+    monkeypatch.setattr(tables, "config_of", lambda cell, rounds=None: json.loads(json.dumps(config)))
+    result = run(tmp_path / "runs", config, 0)
     metrics = result["metrics"]
     assert {"mia_accuracy", "mia_accuracy/server", "mia_auroc/strongest", "inversion_psnr/insider"} <= metrics.keys()
     assert metrics["up_bytes_per_round"] == 6 * 4 * metrics["parameters"]
-    assert (cells.folder_of(tmp_path / "runs", config, 0) / "attack_membership.md").exists()
-    only = ["--only", "method=fedavg", "metric=mia_auroc", "view=server"]
+    assert (folder_of(tmp_path / "runs", config, 0) / "attack_membership.md").exists()
+    only = ["--only", *(f"{key}={value}" for key, value in CHOSEN.items())]
     main(["reproduce", "waffle_factor_journal/table3", "--cached", "--runs", str(tmp_path / "runs"), *only])
-    (row,) = json.loads(Path("results/waffle_factor_journal_table3.json").read_text())
-    assert row["measured"]["mean"] == pytest.approx(metrics["mia_auroc/server"], abs=1e-3)
-    page = Path("docs/results.md").read_text()
-    for kind in ("privacy", "inversion"):
-        name = f"results-waffle_factor_journal-table3-cifar10-1000_samples_per_client-{kind}.png"
-        assert Path("docs/pictures", name).stat().st_size > 5000
-        assert f"](pictures/{name})" in page
+    records, (cell,) = Records(Path("results")), select(table("waffle_factor_journal/table3"), CHOSEN)
+    found = measure(records, cell)
+    assert found is not None
+    assert found.mean == pytest.approx(metrics["mia_auroc/server"], abs=1e-3)
+    names = {path.name: path for path in draw(records, "waffle_factor_journal/table3", Path("docs"))}
+    stem = "waffle_factor_journal-table3-cifar10-1000_samples_per_client"
+    assert {f"{stem}-privacy.png", f"{stem}-fedavg-inversion.png"} <= names.keys()
+    assert all(path.stat().st_size > 5000 for path in names.values())
 
 
 def test_a_run_that_is_stopped_in_its_attack_attacks_when_it_is_started_again(
@@ -163,8 +171,8 @@ def test_a_run_that_is_stopped_in_its_attack_attacks_when_it_is_started_again(
 ) -> None:
     """Its checkpoint is that of the last round, so Lightning does not train again."""
     attack = {"class_path": "MembershipInferenceCallback", "init_args": {"shadows": 1, "clients": 2}}
-    config = {**TINY, "trainer": {"max_epochs": cells.EVERY, "callbacks": [attack]}}
-    whole = cells.run_cell(tmp_path / "whole", config, seed=0)
+    config = {**TINY, "trainer": {"max_epochs": EVERY, "callbacks": [attack]}}
+    whole = run(tmp_path / "whole", config, 0)
     strikes: list[int] = []
     real = MembershipInferenceCallback.strike
 
@@ -176,11 +184,11 @@ def test_a_run_that_is_stopped_in_its_attack_attacks_when_it_is_started_again(
 
     monkeypatch.setattr(MembershipInferenceCallback, "strike", killed)
     with pytest.raises(RuntimeError, match="killed"):
-        cells.run_cell(tmp_path / "part", config, seed=0)
-    part = cells.run_cell(tmp_path / "part", config, seed=0)
+        run(tmp_path / "part", config, 0)
+    part = run(tmp_path / "part", config, 0)
     assert "mia_accuracy" in whole["metrics"]
     assert part["metrics"] == whole["metrics"]
-    cells.run_cell(tmp_path / "again", config, seed=0)
+    run(tmp_path / "again", config, 0)
     assert len(strikes) == 3  # once a run, though training and fit both end
 
 

@@ -18,10 +18,10 @@ from fl_lightning.cli.completion import script
 from fl_lightning.cli.lists import LISTS
 from fl_lightning.cli.names import packaged, resolve
 from fl_lightning.cli.plan import plan
-from fl_lightning.cli.tables import tables
 from fl_lightning.datamodules import partitions
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedPer
+from fl_lightning.papers.tables import tables
 from tests.support import blobs, fit, mlp
 
 

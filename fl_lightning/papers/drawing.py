@@ -1,0 +1,132 @@
+"""Pictures of a table's recorded runs, one set for each data set, partition, net and number of agents of its cells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.callbacks.inferred import PICTURE as INFERRED
+from fl_lightning.papers import figures, marked, tables
+from fl_lightning.papers.measure import results
+from fl_lightning.papers.records import Records, Result
+from fl_lightning.papers.tables import Cell
+
+About = tuple[str, ...]
+#: Weights of FedDAF in a round: the largest, and how many clients count.
+FUSION = ("fusion/largest", "fusion/effective")
+#: Keys of cells that are drawn by studies, or not at all.
+VARIED = ("E", "F", "l1_weight")
+#: Folder of the records' own pictures, which need more of a run than its record.
+OWN = "pictures"
+
+
+def draw(records: Records, name: str, folder: Path) -> list[Path]:
+    """Draw a table's pictures; returns them in the order in which they are shown."""
+    groups = _groups(records, name)
+    best = {_about(cell, name) for cell in tables.table(name) if tables.run_metric(cell) == "best_acc"}
+    drawn = [path for study in tables.studies(name) for path in _study(records, name, study, folder)]
+    for about, runs in groups.items():
+        drawn += _group(runs, about, folder / _stem(name, about), accuracy_of(name), best=about in best)
+    return [*drawn, *_own(records, name, folder)]
+
+
+def accuracy_of(name: str) -> str:
+    """The accuracy that a table is about."""
+    shared = any(cell["metric"] == "global_test_acc" for cell in tables.table(name))
+    return "global_test_acc" if shared else "local_test_acc"
+
+
+def keep_own(folder: Path, cell: Cell, run: Path) -> None:
+    """Keep with the records what a run's folder has that a record has not.
+
+    Args:
+        folder: folder of the records.
+        cell: the cell that the run was made for.
+        run: folder of the run.
+    """
+    stem = folder / OWN / _stem(tables.table_name(cell), (cell["dataset"], cell["partition"], tables.line_name(cell)))
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    if (run / "inversion.pt").exists():
+        found = torch.load(run / "inversion.pt", weights_only=True)
+        title = f"{cell['dataset']}, {cell['partition']}"
+        figures.inversions({tables.line_name(cell): found}, stem.with_name(f"{stem.name}-inversion.png"), title)
+    if (run / INFERRED).exists():
+        marked.adopt(run / INFERRED, stem.with_name(f"{stem.name}-inferred.png"))
+
+
+def _groups(records: Records, name: str) -> dict[About, dict[str, list[Result]]]:
+    """Recorded runs by what their picture is about and by line."""
+    varied = [*VARIED, *(study["x"] for study in tables.studies(name))]
+    groups: dict[About, dict[str, list[Result]]] = {}
+    for cell in tables.table(name):
+        plain = cell["metric"] != "parameters" and not any(key in cell for key in varied)
+        found = results(records, cell) if plain else []
+        if found:
+            groups.setdefault(_about(cell, name), {})[tables.line_name(cell)] = found
+    return groups
+
+
+def _group(runs: Mapping[str, list[Result]], about: About, stem: Path, accuracy: str, best: bool) -> list[Path]:
+    """All pictures of one group of runs that these have enough in them for."""
+    every, title, drawn = [result for found in runs.values() for result in found], ", ".join(about), []
+
+    def path(kind: str) -> Path:
+        drawn.append(stem.with_name(f"{stem.name}{kind}.png"))
+        return drawn[-1]
+
+    if all(result["rounds"] > 1 for result in every):
+        figures.curves(runs, path(""), title, accuracy, best=best)
+    if any("mia_auroc/insider" in result["metrics"] for result in every):
+        figures.trade_off(runs, path("-privacy"), title)
+    if accuracy == "global_test_acc":
+        figures.losses(runs, path("-loss"), title)
+        figures.by_time(runs, path("-time"), title, accuracy)
+        figures.spent(runs, path("-seconds"), title)
+    fused = {line: found for line, found in runs.items() if FUSION[0] in found[0]["curves"]}
+    if fused:
+        figures.logged(fused, path("-fusion"), title, FUSION)
+    weighing = {line: found for line, found in runs.items() if "weights" in found[0]}
+    if weighing:
+        figures.agents(weighing, path("-weights"), title)
+    if all("minority" in result["curves"] for result in every):
+        figures.sub_populations(runs, path("-groups"), title)
+        figures.distribution(runs, path("-clients"), title)
+    return drawn
+
+
+def _study(records: Records, name: str, study: Mapping[str, str], folder: Path) -> list[Path]:
+    """Final accuracy over the key that a study varies, one line for each value of another."""
+    lines: dict[str, dict[Any, Sequence[Result]]] = {}
+    for cell in tables.table(name):
+        found = results(records, cell) if study["x"] in cell else []
+        if found:
+            lines.setdefault(str(cell[study["line"]]), {})[cell[study["x"]]] = found
+    if not lines:
+        return []
+    path = folder / f"{name.replace('/', '-')}-by-{study['x']}.png"
+    figures.study(lines, path, name, study["x"], accuracy_of(name))
+    return [path]
+
+
+def _own(records: Records, name: str, folder: Path) -> list[Path]:
+    """Pictures of a table that are kept with the records."""
+    if records.folder is None:
+        return []
+    kept = sorted((records.folder / OWN).glob(f"{name.replace('/', '-')}-*.png"))
+    return [marked.copy(path, folder / path.name) for path in kept]
+
+
+def _stem(name: str, about: About) -> str:
+    """First part of a picture's name."""
+    return "-".join([name.replace("/", "-"), *about]).replace("*", "-star").replace(" ", "-")
+
+
+def _about(cell: Cell, name: str) -> About:
+    """Data and partition of a cell, the net where there are several for these, the agents where they are counted."""
+    same = (other for other in tables.table(name) if all(other[k] == cell[k] for k in ("dataset", "partition")))
+    about = (cell["dataset"], cell["partition"])
+    about += (cell["model"],) if len({other.get("model") for other in same}) > 1 else ()
+    return (*about, f"{cell['agents']} agents") if "agents" in cell else about

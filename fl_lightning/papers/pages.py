@@ -1,0 +1,300 @@
+"""The pages of results, written from the records alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.papers import marked, tables, worth
+from fl_lightning.papers.claims import Claim, judge
+from fl_lightning.papers.coverage import KINDS, NONE, coverage, hours
+from fl_lightning.papers.layout import Layout, Place, Shown
+from fl_lightning.papers.measure import Measured
+from fl_lightning.papers.records import Records
+from fl_lightning.papers.tables import FULL, REDUCED, Cell
+from fl_lightning.papers.words import figure, markdown, name_of
+
+Plan = Mapping[str, Any]
+#: Rows, columns and places of a table.
+Grid = tuple[list[str], list[str], list[list[Shown | None]]]
+#: Folders of a paper's page and pictures.
+PAGES, PICTURES = "results", "pictures/results"
+UNEXPLAINED, SMALLER = "Unexplained.", "Run at a smaller scale: no comparison."
+#: README's table: name, method, and the metrics of a column each.
+ROWS = {
+    "Local": "local",
+    "FedAvg": "fedavg",
+    "FedProx": "fedprox",
+    "q-FFL": "qffl",
+    "WAFFLe (letter)": "waffle_factor_joint",
+    "WAFFLe (ours)": "waffle_factor",
+}
+COLUMNS = {"all clients": "local_test_acc", "majority": "majority", "minority": "minority", "variance": "variance"}
+
+
+def write_pages(records: Records, docs: Path) -> list[Path]:
+    """Write the pages of all tables and their pictures into a folder, and remove those of earlier times.
+
+    Returns:
+        The files, pages first.
+    """
+    from fl_lightning.papers.drawing import draw
+    from fl_lightning.papers.figures import deviations
+
+    plans = tables.pages()["pages"]
+    layouts = {plan["name"]: _layouts(records, plan) for plan in plans}
+    drawn = [deviations(_mapped(layouts), docs / PICTURES / "deviations.png")]
+    written = [marked.write_text(docs / "results.md", front_page(records, layouts))]
+    for plan in plans:
+        name, pictures = plan["name"], {}
+        for one in plan["curves"]:
+            pictures[one] = draw(records, one, docs / PICTURES / name)
+            drawn += pictures[one]
+        written.append(marked.write_text(docs / PAGES / f"{name}.md", paper_page(records, plan, layouts[name])))
+        written.append(marked.write_text(docs / PAGES / f"{name}-curves.md", curves_page(plan, pictures)))
+    drawn.append(worth.draw(records, docs / PICTURES / "map.png"))
+    written.append(marked.write_text(docs / PAGES / "map.md", worth.page(records, f"../{PICTURES}/map.png")))
+    marked.remove_others([docs / PAGES, docs / PICTURES], [*written, *drawn])
+    return [*written, *drawn]
+
+
+def readme_table(records: Records) -> str:
+    """README's table: MNIST with a majority and a minority of clients, mean over seeds."""
+    asked = {"dataset": "mnist", "partition": "multimodal_Z2", "metric": list(COLUMNS.values())}
+    plan = {"of": [f"waffle_factor_journal/table{n}" for n in (1, 2)], "where": asked}
+    places = Layout(records, {**plan, "rows": ["method"], "columns": ["metric"]}).places
+    rows = []
+    for name, method in ROWS.items():
+        found = [places.get((method,), {}).get((metric,)) for metric in COLUMNS.values()]
+        rows.append([name, *("" if one is None or one.measured is None else _short(one.measured) for one in found)])
+    return markdown(["method", *COLUMNS], rows)
+
+
+def _short(measured: Measured) -> str:
+    return f"{measured.mean:.1f} ± {measured.std or 0:.1f}"
+
+
+def front_page(records: Records, layouts: Mapping[str, Sequence[Layout]]) -> str:
+    """The first page: claims, coverage and the picture of all deviations."""
+    plans = [plan for plan in tables.pages()["pages"] if "claims" in plan]
+    claims = [(plan, judge(records, claim)) for plan in plans for claim in plan["claims"]]
+    rows = [[_link(plan), *_claim_texts(claim)] for plan, claim in claims]
+    head = ["paper", "claim", "verdict", "paper's gain", "to the letter", "ours", "Local"]
+    said = tables.pages()["texts"]
+    parts = [said["front"], markdown(head, rows, left=3), "## Coverage\n", _coverage_table(plans, layouts)]
+    parts += [said["coverage"], "## Deviations\n", f"![{said['picture']}]({PICTURES}/deviations.png)\n"]
+    parts.append(said["deviations"])
+    parts += ["## Pages\n", f"- [{said['map']['title']}]({PAGES}/map.md)"]
+    parts += [f"- {_link(plan)}, [curves]({PAGES}/{plan['name']}-curves.md)" for plan in tables.pages()["pages"]]
+    return "\n".join(parts)
+
+
+def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
+    """The page of one paper: claims, its tables, assumptions, and what was not measured."""
+    parts = [f"# {plan['title']}\n", f"{plan['about'].strip()}\n"]
+    if plan.get("published", True):
+        parts.append(tables.pages()["texts"]["entries"])
+    if "claims" in plan:
+        rows = [_claim_texts(judge(records, claim)) for claim in plan["claims"]]
+        parts += [
+            "## Claims\n",
+            markdown(["claim", "verdict", "paper's gain", "to the letter", "ours", "Local"], rows, left=2),
+        ]
+    for layout in layouts:
+        parts.append(section(layout, plan.get("explanations", [])))
+    for title, key in (("What is assumed", "assumptions"), ("How settings were chosen", "chosen")):
+        if key in plan:
+            parts += [f"## {title}\n", *(f"- {text}" for text in plan[key]), ""]
+    if plan.get("published", True):
+        parts += ["## Not measured\n", _missing(records, plan, layouts)]
+    return "\n".join([*parts, "## Runs\n", _runs(records, layouts)])
+
+
+def curves_page(plan: Plan, pictures: Mapping[str, Sequence[Path]]) -> str:
+    """The page of a paper's pictures."""
+    head = f"Of the runs behind [the tables]({plan['name']}.md), mean over seeds. {tables.pages()['texts']['curves']}"
+    parts = [f"# Curves: {plan['title']}\n", head]
+    for name, paths in pictures.items():
+        parts.append(f"## {name}\n")
+        parts += [f"![{path.stem}](../{PICTURES}/{plan['name']}/{path.name})\n" for path in paths]
+    return "\n".join(parts)
+
+
+def section(layout: Layout, explanations: Sequence[Plan] = (), level: str = "##") -> str:
+    """One table of a page, with its footnotes; empty where nothing is to be shown."""
+    if not layout.places:
+        return ""
+    notes: dict[str, int] = {}
+    rows = []
+    for row, found in layout.places.items():
+        texts = [_entry(layout, found.get(column), explanations, notes) for column in layout.columns]
+        rows.append([_said(layout.plan["rows"], row), *texts])
+    lent = layout.beneath()
+    if lent is not None:
+        rows.append([name_of(lent[0]["method"]), _own(lent[1]), *([""] * (len(layout.columns) - 1))])
+    head = [", ".join(map(_heading, layout.plan["rows"])), *(_said(layout.plan["columns"], c) for c in layout.columns)]
+    about = f"{layout.plan['about'].strip()}\n" if "about" in layout.plan else ""
+    parts = [f"{level} {layout.plan['title']}\n", about, markdown(head, rows), _scales(layout)]
+    parts += [f"{number}. {text}" for text, number in notes.items()]
+    return "\n".join([part for part in parts if part] + [""])
+
+
+def _layouts(records: Records, plan: Plan) -> list[Layout]:
+    return [Layout(records, one, is_ours=not plan.get("published", True)) for one in plan["tables"]]
+
+
+def _mapped(layouts: Mapping[str, Sequence[Layout]]) -> dict[str, Grid]:
+    """Titles, rows, columns and places of the tables that are in the picture of deviations."""
+    return {
+        f"{plan['title']}\n{layout.plan['title']}": _grid(layout)
+        for plan in tables.pages()["pages"]
+        for layout in layouts[plan["name"]]
+        if layout.plan.get("map")
+    }
+
+
+def _grid(layout: Layout) -> Grid:
+    """Rows that have published values, columns and places."""
+    kept = {row: found for row, found in layout.places.items() if any(one.published for one in found.values())}
+    rows = [_plain(_said(layout.plan["rows"], row)) for row in kept]
+    columns = [_plain(_said(layout.plan["columns"], column)) for column in layout.columns]
+    return rows, columns, [[found.get(column) for column in layout.columns] for found in kept.values()]
+
+
+def _entry(layout: Layout, shown: Shown | None, explanations: Sequence[Plan], notes: dict[str, int]) -> str:
+    """Published and measured value of one place, with the number of its footnote."""
+    if shown is None:
+        return ""
+    ours = "not measured" if shown.measured is None else _own(shown.measured)
+    text = ours if layout.is_ours else f"{figure(shown.value, shown.std)} / {ours}"
+    if not shown.deviates:
+        return text
+    note = explain(layout, shown, explanations)
+    return f"{text} <sup>{notes.setdefault(note, len(notes) + 1)}</sup>"
+
+
+def _own(measured: Measured) -> str:
+    swings = "" if measured.last is None else f", last five {figure(measured.last)}"
+    return f"{figure(measured.mean, measured.std)} ({len(measured.seeds)}){swings}"
+
+
+def explain(layout: Layout, shown: Shown, explanations: Sequence[Plan]) -> str:
+    """Text of the first explanation that fits a deviation, or the word unexplained."""
+    assert shown.measured is not None
+    is_reduced = shown.measured.coverage == REDUCED
+    fitting = (
+        one["text"] for one in explanations if _applies(layout, shown, one) and is_reduced == one.get("reduced", False)
+    )
+    return str(next(fitting, SMALLER if is_reduced else UNEXPLAINED))
+
+
+def _applies(layout: Layout, shown: Shown, one: Plan) -> bool:
+    """Whether an explanation is for this place: by its cell, and by what was measured there."""
+    assert shown.measured is not None
+    assert shown.value is not None
+    if not tables.fits(shown.cell, one.get("when", {})):
+        return False
+    side = "above" if shown.measured.mean > shown.value else "below"
+    if one.get("beyond", side) != side:
+        return False
+    if "last" in one:
+        return shown.measured.last is not None and abs(shown.measured.last - shown.value) <= 2
+    if "local" in one:
+        local = layout.local(shown)
+        return local is not None and local.mean > shown.value
+    return True
+
+
+def _scales(layout: Layout) -> str:
+    """How the runs of a table are smaller than the paper's, by column where columns differ."""
+    found: dict[str, list[str]] = {}
+    for shown in layout.shown:
+        if shown.measured is not None and shown.measured.scale != FULL:
+            column = tuple(shown.cell.get(key) for key in layout.plan["columns"])
+            found.setdefault(shown.measured.scale, []).append(_said(layout.plan["columns"], column))
+    if not found:
+        return ""
+    said = [f"{', '.join(dict.fromkeys(columns))}: {scale}" for scale, columns in found.items()]
+    alike = len(found) == 1 and len(set(next(iter(found.values())))) == len(layout.columns)
+    return f"Scale: {next(iter(found)) if alike else '; '.join(said)}.\n"
+
+
+def _coverage_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layout]]) -> str:
+    rows, total = [], Counter[str]()
+    for plan in plans:
+        counts = {kind: len(cells) for kind, cells in coverage(layouts[plan["name"]], plan["papers"]).items()}
+        total.update(counts)
+        rows.append([_link(plan), *(str(counts[kind]) for kind in KINDS), str(sum(counts.values()))])
+    rows.append(["all", *(str(total[kind]) for kind in KINDS), str(sum(total.values()))])
+    return markdown(["paper", *KINDS, "cells"], rows)
+
+
+def _missing(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
+    """What of a paper was not measured, and what it would cost."""
+    left = coverage(layouts, plan["papers"])[NONE]
+    rows = [row for layout in layouts for row in _left_of(records, layout, left)]
+    if not rows:
+        return "Nothing is missing.\n"
+    head = ["table", "data", "methods", "cells", "runs", "hours of a core, one seed"]
+    return f"{markdown(head, rows, left=3)}\n{tables.pages()['texts']['hours']}"
+
+
+def _left_of(records: Records, layout: Layout, left: Sequence[Cell]) -> Iterator[list[str]]:
+    """Cells of one table that were not measured, by data set."""
+    found: dict[str, list[Shown]] = {}
+    for shown in layout.shown:
+        if any(cell in left for cell in shown.published):
+            found.setdefault(shown.cell["dataset"], []).append(shown)
+    for data, places in found.items():
+        asked = [one for shown in places for one in (shown.cell, tables.beside(shown.cell)) if one is not None]
+        configs = {tables.config_hash(config): config for config in map(tables.config_of, asked)}
+        costs = [hours(records, config) for config in configs.values() if not records.seeds(config)]
+        known = [cost for cost in costs if cost is not None]
+        cost = "no run to judge by" if len(known) < len(costs) else f"{sum(known):.1f}"
+        methods = ", ".join(dict.fromkeys(name_of(shown.cell["method"]) for shown in places))
+        cells = sum(len(shown.published) for shown in places)
+        yield [layout.plan["title"], name_of(data), methods, str(cells), str(len(costs)), cost]
+
+
+def _runs(records: Records, layouts: Sequence[Layout]) -> str:
+    """Number and duration of the runs behind a page, and where they were made."""
+    names = {one.measured.run for layout in layouts for one in layout.shown if one.measured is not None}
+    lines = [line["result"] for line in records.lines() if line["run"] in names]
+    whole, minutes = divmod(round(sum(result["seconds"] for result in lines) / 60), 60)
+    known = [result["environment"] for result in lines if "environment" in result]
+    made = Counter(f"{one['processor']} ({one['vectors']}), commit {str(one['commit'])[:10]}" for one in known)
+    parts = [f"{len(lines)} runs, {whole} h {minutes} min in all, most of them of one thread beside another run."]
+    parts += [f"{number} of them on {machine}." for machine, number in sorted(made.items())]
+    older = len(lines) - len(known)
+    parts += [f"{older} were recorded before records had the commit, versions, processor and date."] if older else []
+    return " ".join(parts) + "\n"
+
+
+def _claim_texts(claim: Claim) -> list[str]:
+    gains = [claim.published, claim.letter, claim.changed, claim.local]
+    return [claim.text.replace("*", r"\*"), claim.verdict, *("-" if gain is None else f"{gain:+.1f}" for gain in gains)]
+
+
+def _link(plan: Plan) -> str:
+    return f"[{plan['title']}]({PAGES}/{plan['name']}.md)"
+
+
+def _said(keys: Sequence[str], place: Place) -> str:
+    """A row or column by its values; numbers have their key before them."""
+    words = (_value(key, value) for key, value in zip(keys, place, strict=True) if value is not None)
+    return ", ".join(word for word in words if word)
+
+
+def _value(key: str, value: Any) -> str:
+    numbered = isinstance(value, int | float) or value == "auto"
+    return f"{_heading(key)} = {value}" if numbered else name_of(str(value))
+
+
+def _heading(key: str) -> str:
+    return {"l1_weight": "omega", "alpha_over_F": "alpha / F", "dataset": "data"}.get(key, key)
+
+
+def _plain(text: str) -> str:
+    return text.replace("\\", "").replace("`", "")

@@ -1,0 +1,32 @@
+"""Words and tables of the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fl_lightning.papers import tables
+
+
+def name_of(word: str) -> str:
+    """A data set, method or metric as pages call it."""
+    names: dict[str, str] = tables.pages()["names"]
+    return names.get(word, word)
+
+
+def figure(value: float | None, std: float | None = None) -> str:
+    """A number with its standard deviation, or a dash.
+
+    Example:
+        >>> figure(94.456, 0.843), figure(120200.0), figure(None)
+        ('94.46 ± 0.84', '120,200', '-')
+    """
+    if value is None:
+        return "-"
+    text = f"{value:,.0f}" if float(value).is_integer() and value > 1000 else f"{value:.2f}"
+    return f"{text} ± {std:.2f}" if std else text
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table in Markdown, its first columns aligned to the left."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * left + "---:|" * (len(head) - left)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"

@@ -1,0 +1,154 @@
+"""When does federation pay: a page and a picture of the map of settings, written from the records alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_lightning.papers import tables
+from fl_lightning.papers.coverage import hours
+from fl_lightning.papers.measure import measure
+from fl_lightning.papers.records import Records
+from fl_lightning.papers.words import markdown, name_of
+
+#: The paper that the map's recipe is called after.
+MAP = "map"
+LOCAL, MEAN, WORST = "local", "local_test_acc", "worst_tenth"
+#: Methods less than so many points apart are level.
+LEVEL = 1.0
+
+
+class Setting(NamedTuple):
+    """One place of the map."""
+
+    dataset: str
+    populations: int
+    classes: int
+    samples: int
+
+
+#: Accuracy in percent by method.
+Scores = Mapping[str, float]
+
+
+def scores(records: Records, metric: str) -> dict[Setting, dict[str, float]]:
+    """Mean over seeds by setting and method; a setting is there if all of its methods were run."""
+    found: dict[Setting, dict[str, float]] = {}
+    lacking: set[Setting] = set()
+    for name in maps():
+        for cell in tables.table(name):
+            setting = Setting(*(cell[key] for key in Setting._fields))
+            measured = measure(records, cell) if cell["metric"] == metric else None
+            if measured is not None:
+                found.setdefault(setting, {})[cell["method"]] = measured.mean
+            elif cell["metric"] == metric:
+                lacking.add(setting)
+    return {setting: of for setting, of in found.items() if setting not in lacking}
+
+
+def maps() -> list[str]:
+    """Tables of the map, one for each data set."""
+    return [name for name, cells in tables.tables().items() if cells[0]["paper"] == MAP]
+
+
+def best(of: Scores) -> tuple[str, float]:
+    """The best federated method, and how far it is ahead of Local.
+
+    Example:
+        >>> best({"local": 90.0, "fedavg": 80.0, "apfl": 92.5})
+        ('apfl', 2.5)
+    """
+    method = max((method for method in of if method != LOCAL), key=lambda method: of[method])
+    return method, of[method] - of[LOCAL]
+
+
+def page(records: Records, picture: str) -> str:
+    """The page of the map.
+
+    Args:
+        records: the records of all runs.
+        picture: where the picture is, as the page has it.
+    """
+    said = tables.pages()["texts"]["map"]
+    mean, worst = scores(records, MEAN), scores(records, WORST)
+    parts = [said["head"], f"![{said['picture']}]({picture})\n"]
+    parts += ["## What to try\n", *advice(mean), "", said["level"]] if mean else []
+    parts += ["## Accuracy, mean over clients\n", _table(mean)] if mean else []
+    parts += ["## Accuracy, the worst tenth of the clients\n", _table(worst)] if worst else []
+    return "\n".join([*parts, "## Not measured\n", _missing(records)])
+
+
+def advice(mean: Mapping[Setting, Scores]) -> list[str]:
+    """One sentence for every number of samples: how often federation pays, by how much, and by which methods."""
+    lines = []
+    for dataset in dict.fromkeys(setting.dataset for setting in mean):
+        for samples in sorted({setting.samples for setting in mean if setting.dataset == dataset}):
+            places = [of for at, of in mean.items() if (at.dataset, at.samples) == (dataset, samples)]
+            lines.append(f"- {name_of(dataset)}, about {samples} training samples a client: {_pays(places)}.")
+    return lines
+
+
+def _pays(places: Sequence[Scores]) -> str:
+    gains = [best(of)[1] for of in places]
+    won = Counter(method for of in places for method in _leaders(of))
+    ahead = sum(gain > LEVEL for gain in gains)
+    names = ", ".join(f"{name_of(method)} ({count})" for method, count in won.most_common())
+    often = f"federation is ahead of Local in {ahead} of {len(places)} settings"
+    return (
+        f"{often}, by {statistics.fmean(gains):+.1f} points on average over all; best or level with the best: {names}"
+    )
+
+
+def _leaders(of: Scores) -> list[str]:
+    """The methods that are level with the best one, Local included."""
+    return [method for method, score in of.items() if score > max(of.values()) - LEVEL]
+
+
+def _table(found: Mapping[Setting, Scores]) -> str:
+    methods = list(next(iter(found.values())))
+    head = ["data", "sub-populations", "classes", "samples", *map(name_of, methods), "best beside Local"]
+    rows = []
+    for setting, of in sorted(found.items()):
+        method, gain = best(of)
+        leaders = _leaders(of)
+        texts = [f"**{of[one]:.1f}**" if one in leaders else f"{of[one]:.1f}" for one in methods]
+        rows.append([name_of(setting.dataset), *map(str, setting[1:]), *texts, f"{name_of(method)} {gain:+.1f}"])
+    return markdown(head, rows)
+
+
+def _missing(records: Records) -> str:
+    """Runs of the map that were not made, and what they would cost."""
+    rows = []
+    for name in maps():
+        cells = tables.table(name)
+        configs = {tables.config_hash(config): config for config in map(tables.config_of, cells)}
+        left = [config for config in configs.values() if not records.seeds(config)]
+        known = [cost for config in left if (cost := hours(records, config)) is not None]
+        total = f"{sum(known):.1f}" if len(known) == len(left) else "no run to judge by"
+        if left:
+            rows.append([name_of(cells[0]["dataset"]), f"`fl-lightning reproduce {name}`", str(len(left)), total])
+    if not rows:
+        return "Nothing is missing.\n"
+    return markdown(["data", "command", "runs", "hours of a core, one seed"], rows, left=2)
+
+
+def draw(records: Records, path: Path) -> Path:
+    """The picture of the map: how far the best federated method is ahead of Local."""
+    from fl_lightning.papers.figures import pays
+
+    titles = {MEAN: "mean over clients", WORST: "worst tenth of the clients"}
+    panels = {}
+    for metric, title in titles.items():
+        found = scores(records, metric)
+        for dataset in dict.fromkeys(setting.dataset for setting in found):
+            mine = {setting: best(of) for setting, of in found.items() if setting.dataset == dataset}
+            rows = sorted({setting[1:3] for setting in mine})
+            columns = sorted({setting.samples for setting in mine})
+            grid = [[mine.get(Setting(dataset, *row, column)) for column in columns] for row in rows]
+            named = [[None if one is None else (name_of(one[0]), one[1]) for one in line] for line in grid]
+            said = [f"{classes} classes, {'one population' if n == 1 else f'{n} populations'}" for n, classes in rows]
+            panels[f"{name_of(dataset)}, {title}"] = (said, [str(column) for column in columns], named)
+    return pays(panels, path)
