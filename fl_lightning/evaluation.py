@@ -205,7 +205,7 @@ class Evaluator:
         Args:
             module: the method.
             clients: their numbers, shape (K,).
-            split: ``val`` (what is held out of their training data, else their test data) or ``test``.
+            split: ``val``, which is held out of their training data, or ``test``.
         """
         messages = {client: module.evaluation_down(client) for client in clients.tolist()}
         found = module.exchange.evaluate(evaluation_setting(module), messages, split)
@@ -236,8 +236,7 @@ class Evaluator:
             logs[f"{split}/{name}_worst10"] = summary["worst10"]
         logs[f"{split}/loss"] = client_summary(self.known("loss"))["mean"]
         federation = module.federation
-        untouched = split == "test" or federation.val is None
-        models = module.global_models() if federation.global_test is not None and untouched else []
+        models = module.global_models() if federation.global_test is not None and split == "test" else []
         if models:
             scores = [(share, self._global(module, federation, state)) for share, state in models]
             for name in scores[0][1]:

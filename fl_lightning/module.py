@@ -46,8 +46,6 @@ from fl_lightning.snapshots import DiskSnapshotStore, SnapshotStore
 from fl_lightning.tasks import Task
 from fl_lightning.wire import State, Weighting
 
-#: What the progress bar shows.
-SHOWN = ("train/loss", "val/acc")
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -294,8 +292,8 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
                 value.copy_(target[name])
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Evaluate a chunk of clients after a round."""
-        self.evaluator.update(self, batch, "val")
+        """Evaluate a chunk of clients after a round, on what is held out for it, else on their test samples."""
+        self.evaluator.update(self, batch, self.federation.validated)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         """Evaluate a chunk of clients on their test sets."""
@@ -313,7 +311,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
     def on_validation_epoch_end(self) -> None:
         """Log what the clients scored."""
         if not self.trainer.sanity_checking:
-            self._log(self.evaluator.compute(self, "val"))
+            self._log(self.evaluator.compute(self, self.federation.validated))
         self.evaluator.clear()
 
     def on_test_epoch_end(self) -> None:
@@ -322,8 +320,9 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.evaluator.clear()
 
     def _log(self, values: Mapping[str, float | Tensor]) -> None:
+        shown = ("train/loss", f"{self.federation.validated}/{self.task.headline}")
         for name, value in values.items():
-            self.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in SHOWN)
+            self.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in shown)
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, **kwargs: Any) -> Self:  # type: ignore[override]

@@ -27,7 +27,7 @@ COMMON = ("clients", "data.fraction", "rounds", "lr", "epochs", "batch_size")
 #: Those that are shown at first: TensorBoard sorts by name, capitals before others, and shows five.
 FIRST = ("method", "data", "partition", "net", "seed")
 #: Metrics of that table, where they are logged.
-METRICS = ("val/acc", "val/acc_worst10", "val/acc_majority", "val/acc_minority", "val/gap", "val/variance", "val/jain")
+METRICS = ("acc", "acc_worst10", "acc_majority", "acc_minority", "gap", "variance", "jain")
 #: Numbers that are kept of a client's update, whatever the size of the model.
 SKETCH = 256
 
@@ -111,7 +111,7 @@ class Dashboard(Callback):
         if len(known):
             marks = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
             for name, value in zip(("low", "median", "high"), known.quantile(marks), strict=True):
-                _log(pl_module, f"val/acc_{name}", value)
+                _log(pl_module, f"{module.federation.validated}/acc_{name}", value)
             if self.histograms:
                 self._histogram(trainer, "clients/acc", known)
 
@@ -173,11 +173,13 @@ class Dashboard(Callback):
             for logger in _loggers(trainer):
                 logger.experiment.add_custom_scalars(layout)
 
-    def _note_settings(self, trainer: Trainer, module: LightningModule) -> None:
+    def _note_settings(self, trainer: Trainer, module: Any) -> None:
         """Begin the run's row in the table of settings; TensorBoard fills in the metrics' last values itself."""
         from torch.utils.tensorboard.summary import hparams
 
-        metrics = {name: 0.0 for name in METRICS if name in trainer.callback_metrics}
+        split = module.federation.validated
+        names = [f"{split}/{name}" for name in METRICS]
+        metrics = {name: 0.0 for name in names if name in trainer.callback_metrics}
         if self._session or not metrics:
             return
         self._session = True

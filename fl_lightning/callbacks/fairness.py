@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.callbacks.base import Several
 from fl_lightning.errors import FederationError
-from fl_lightning.federation import Federation
+from fl_lightning.federation import Federation, Split
 from fl_lightning.metrics import fairness_summary, group_means, majority_minority
 from fl_lightning.metrics.fairness import corrected_variance, fairness_intervals, scored
 from fl_lightning.module import FederatedModule
@@ -39,12 +39,13 @@ Row = dict[str, str]
 class FairnessCallback(Several):
     """Logs how evenly the clients are served, after every round and at the test.
 
-    Logged under ``val/`` and ``test/``: ``variance`` (percent squared), ``variance_corrected`` (less what few samples
-    alone make of clients that are equal), ``jain``, ``entropy``, and where clients form
-    groups ``gap`` and the groups' mean accuracies, ``acc_majority`` and ``acc_minority`` (``acc_<group>_<value>`` for
-    more than two groups). With a TensorBoard logger ``acc_clients`` is the histogram over clients. ``local`` adds
-    ``local_gap``, the mean gain over training alone, and ``local_worse``, the share of clients that had better stayed
-    alone. Clients that were not evaluated, as with ``limit_val_batches``, are left out.
+    Logged under ``val/`` (after a round, where samples are held out for it) and ``test/``: ``variance`` (percent
+    squared), ``variance_corrected`` (less what few samples alone make of clients that are equal), ``jain``,
+    ``entropy``, and where clients form groups ``gap`` and the groups' mean accuracies, ``acc_majority`` and
+    ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger ``acc_clients`` is
+    the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training alone, and ``local_worse``,
+    the share of clients that had better stayed alone. Clients that were not evaluated, as with
+    ``limit_val_batches``, are left out.
 
     At the end of a fit, a validation or a test the table of sub-populations is written to the log folder as
     ``fairness_<split>.csv`` and ``fairness_<split>.md``, in percent.
@@ -99,7 +100,7 @@ class FairnessCallback(Several):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round's validation."""
         if not trainer.sanity_checking:
-            self._log(trainer, pl_module, "val")
+            self._log(trainer, pl_module, _validated(pl_module))
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the test."""
@@ -107,18 +108,18 @@ class FairnessCallback(Several):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table of the last validation."""
-        self._write(trainer, pl_module, "val")
+        self._write(trainer, pl_module, _validated(pl_module))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table of a validation that is not part of a fit."""
         if trainer.state.fn == "validate":
-            self._write(trainer, pl_module, "val")
+            self._write(trainer, pl_module, _validated(pl_module))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table of the test."""
         self._write(trainer, pl_module, "test")
 
-    def _log(self, trainer: Trainer, module: Any, split: Literal["val", "test"]) -> None:
+    def _log(self, trainer: Trainer, module: Any, split: Split) -> None:
         # Before the module's own hook, so what it collected is asked for rather than the scores it keeps.
         accuracies = self._accuracies(trainer, module, split)
         logs = fairness_summary(accuracies, self._groups, self._local.get(split))
@@ -137,7 +138,7 @@ class FairnessCallback(Several):
                 step = trainer.fit_loop.epoch_loop._batches_that_stepped  # where Lightning logs the scalars
                 logger.experiment.add_histogram(f"{split}/acc_clients", known, step)
 
-    def _accuracies(self, trainer: Trainer, module: Any, split: Literal["val", "test"]) -> Tensor:
+    def _accuracies(self, trainer: Trainer, module: Any, split: Split) -> Tensor:
         """Every client's accuracy in the evaluation under way."""
         if isinstance(module, FederatedModule):
             accuracies: Tensor = module.evaluator.accuracies()
@@ -167,7 +168,7 @@ class FairnessCallback(Several):
             rows.append({**dict.fromkeys(rows[0], ""), "population": "gap", "accuracy": f"{gap:.2f}"})
         return rows
 
-    def _write(self, trainer: Trainer, module: Any, split: Literal["val", "test"]) -> None:
+    def _write(self, trainer: Trainer, module: Any, split: Split) -> None:
         folder = self.folder or trainer.log_dir  # asked for on every rank
         scores = module.evaluator.scores if isinstance(module, FederatedModule) else self._scores
         accuracies = scores.get(split)
@@ -181,6 +182,11 @@ class FairnessCallback(Several):
             writer.writerows(rows)
         path.with_suffix(".md").write_text(_markdown(rows), encoding="utf-8")
         rank_zero_info(f"Sub-populations: {path.with_suffix('.md')}")
+
+
+def _validated(module: LightningModule) -> Split:
+    """The split that a validation scores the clients on."""
+    return module.federation.validated if isinstance(module, FederatedModule) else "val"
 
 
 class GroupTally:

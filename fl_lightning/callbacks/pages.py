@@ -33,7 +33,7 @@ class Chart(NamedTuple):
     band: bool = False
 
 
-#: Charts of what every run logs and of what the fairness callback adds.
+#: Charts of what every run logs and of what the fairness callback adds; ``val`` is ``test`` where nothing is held out.
 KNOWN = (
     Chart("mean over clients", (r"val/acc$", r"val/global_acc$")),
     Chart("worst tenth of the clients", (r"val/acc_worst10$",)),
@@ -72,9 +72,12 @@ def charts(tags: Iterable[str]) -> dict[str, list[Chart]]:
         [Chart(title='factors: active', tags=('factors/.*/active$',), band=False), \
 Chart(title='agents: weight', tags=('agents/weight_[0-9]+$',), band=False)]
     """
-    left = {tag for tag in tags if not _HIDDEN.match(tag) and not tag.startswith("test/")}
+    left = {tag for tag in tags if not _HIDDEN.match(tag)}
+    held_out = any(tag.startswith("val/") for tag in left)
+    left = {tag for tag in left if not (held_out and tag.startswith("test/"))}
     pages: dict[str, list[Chart]] = {page: [] for page in PAGES}
-    for chart in KNOWN:
+    for known in KNOWN:
+        chart = known if held_out else known._replace(tags=tuple(t.replace("val/", "test/") for t in known.tags))
         found = {tag for tag in left if any(re.fullmatch(pattern.rstrip("$"), tag) for pattern in chart.tags)}
         if found and (len(found) == 3 or not chart.band):
             pages[page_of(min(found))].append(chart)

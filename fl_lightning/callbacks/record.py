@@ -137,10 +137,11 @@ class RunRecord(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what every client scored and what the round has logged so far."""
-        known = getattr(getattr(pl_module, "evaluator", None), "scores", {})
-        scores = known.get("val", known.get("test"))  # of a round: where nothing is held out, on test samples
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
+        module: Any = pl_module
+        known = getattr(getattr(module, "evaluator", None), "scores", {})
+        scores = known.get(module.federation.validated) if known else None
         if scores is not None:
             self.history.add(trainer.current_epoch, scores)
         # Lightning may save the run now, and one that is resumed from there has this round behind it.

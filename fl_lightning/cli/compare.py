@@ -38,12 +38,24 @@ def _last(name: str) -> Callable[[Run], float | None]:
     return lambda run: run.final.get(name)
 
 
+def _scored(name: str) -> Callable[[Run], float | None]:
+    """The last value of what was logged of the split that the run was validated on."""
+    return lambda run: run.final.get(f"{run.validated}/{name}")
+
+
+def _validations(run: Run) -> float | None:
+    curve = run.curves.get(f"{run.validated}/acc")
+    return float(len(curve[0])) if curve else None
+
+
+#: The samples that a run was validated on, in words.
+SAMPLES = {"val": "held-out training samples", "test": "test samples"}
 #: Columns of the comparison and of the costs; those that no run has a number for are left out.
 COLUMNS = (
-    Column("mean %", _last("val/acc"), 2, 100, 1),
-    Column("worst tenth %", _last("val/acc_worst10"), 2, 100, 1),
-    Column("variance (%²)", _last("val/variance"), 2, 1, -1),
-    Column("rounds", lambda run: float(len(run.curves["val/acc"][0])) if "val/acc" in run.curves else None, 0),
+    Column("mean %", _scored("acc"), 2, 100, 1),
+    Column("worst tenth %", _scored("acc_worst10"), 2, 100, 1),
+    Column("variance (%²)", _scored("variance"), 2, 1, -1),
+    Column("rounds", _validations, 0),
 )
 COSTS = (
     Column("parameters shared", lambda run: run.parameters, 0),
@@ -105,7 +117,9 @@ def summary(experiments: Sequence[Experiment]) -> Sheet:
     """The comparison: accuracy, fairness, traffic and speed, one row per experiment."""
     repeated = any(len(one.runs) > 1 for one in experiments)
     note = "; mean and standard deviation over seeds" if repeated else ""
-    return _sheet(f"Last round, accuracy on the clients' own samples{note}", experiments, COLUMNS)
+    splits = {run.validated for one in experiments for run in one.runs}
+    samples = SAMPLES[splits.pop()] if len(splits) == 1 else "held-out training samples or test samples, by run"
+    return _sheet(f"Last round, accuracy on the clients' own {samples}{note}", experiments, COLUMNS)
 
 
 def populations(experiments: Sequence[Experiment]) -> Sheet | None:
@@ -113,9 +127,9 @@ def populations(experiments: Sequence[Experiment]) -> Sheet | None:
     names = {name: None for one in experiments for run in one.runs for name in run.populations}
     if not names:
         return None
-    columns = [Column("all %", _last("val/acc"), 2, 100, 1)]
+    columns = [Column("all %", _scored("acc"), 2, 100, 1)]
     columns += [Column(f"{name} %", _population(name), 2, 100, 1) for name in names]
-    columns += [Column("gap", _last("val/gap"), 2, 100, -1), *(c for c in COLUMNS if c.heading.startswith("variance"))]
+    columns += [Column("gap", _scored("gap"), 2, 100, -1), *(c for c in COLUMNS if c.heading.startswith("variance"))]
     return _sheet("Sub-populations", experiments, columns)
 
 

@@ -157,9 +157,10 @@ def _traffic(experiments: Sequence[Experiment]) -> str:
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for one in experiments:
         run = one.runs[0]
-        if {"comm/up_bytes", "comm/down_bytes", "val/acc"} <= run.curves.keys():
+        accuracy = f"{run.validated}/acc"
+        if {"comm/up_bytes", "comm/down_bytes", accuracy} <= run.curves.keys():
             spent = _sent(run)
-            rounds, values = run.curves["val/acc"]
+            rounds, values = run.curves[accuracy]
             known = [(spent[r], v) for r, v in zip(rounds, values, strict=True) if r in spent]
             curves[one.name] = [mb for mb, _ in known], [v for _, v in known]
     if not curves:

@@ -72,10 +72,16 @@ class Run:
         if self.accuracy.size:
             groups = self.members
             summary = fairness_summary(torch.tensor(self.accuracy[-1]), groups)
-            found = {f"val/{name}": float(value) for name, value in summary.items()} | found
-            found.setdefault("val/acc_worst10", found["val/worst10"])
-            found.setdefault("val/acc", float(np.nanmean(self.accuracy[-1])))
+            split = self.validated
+            found = {f"{split}/{name}": float(value) for name, value in summary.items()} | found
+            found.setdefault(f"{split}/acc_worst10", found[f"{split}/worst10"])
+            found.setdefault(f"{split}/acc", float(np.nanmean(self.accuracy[-1])))
         return found
+
+    @property
+    def validated(self) -> str:
+        """The split that clients were scored on after a round: ``test`` where nothing was held out."""
+        return "val" if any(name.startswith("val/") for name in self.curves) else "test"
 
     @property
     def members(self) -> torch.Tensor | None:
@@ -159,7 +165,7 @@ def _reproduced(folder: Path) -> Run:
     found = _result(folder / RESULT)
     run, _, seed = folder.name.rpartition("-seed")
     method = {"method": found["method"]} if "method" in found else {}  # results of older versions have none
-    names = {"local_test_acc": "val/acc", "majority": "val/acc_majority", "minority": "val/acc_minority"}
+    names = {"local_test_acc": "test/acc", "majority": "test/acc_majority", "minority": "test/acc_minority"}
     curves = {names[k]: (list(range(len(v))), [x / 100 for x in v]) for k, v in found["curves"].items() if k in names}
     return Run(
         name=folder.name,

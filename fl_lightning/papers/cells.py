@@ -179,7 +179,11 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
     recorder = next(c for c in trainer.callbacks if isinstance(c, Recorder))  # type: ignore[attr-defined]
     if not recorder.curves:
         raise FederationError("The run ended without a validated round: give it at least one round.")
-    state, final, scores = module.server_state(), accuracies(module), 100 * module.evaluator.scores["val"]
+    state, final, scores = (
+        module.server_state(),
+        accuracies(module),
+        100 * module.evaluator.scores[module.federation.validated],
+    )
     last = {name: curve[-LAST:] for name, curve in recorder.curves.items() if name in ACCURACIES}
     curve = recorder.curves["local_test_acc"]
     metrics = {
@@ -223,8 +227,8 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
 def logged(trainer: Trainer, module: FederatedModule) -> dict[str, float]:
     """Accuracy on the global test set in percent, if there is one, and what was logged of the round's training."""
     found = {"train_loss": module.summary["train/loss"]}
-    if "val/global_acc" in trainer.callback_metrics:
-        found["global_test_acc"] = 100 * float(trainer.callback_metrics["val/global_acc"])
+    if "test/global_acc" in trainer.callback_metrics:
+        found["global_test_acc"] = 100 * float(trainer.callback_metrics["test/global_acc"])
     every = ("train/", "comm/", "clients/", "time/")  # what every method logs of a round
     return found | {name: float(v) for name, v in module.summary.items() if not name.startswith(every)}
 
@@ -234,7 +238,8 @@ def accuracies(module: FederatedModule) -> dict[str, float]:
 
     Clients that are not evaluated (``eval_only``) are left out.
     """
-    scores, modes = 100 * module.evaluator.scores["val"], module.federation.meta.get("mode")
+    federation = module.federation
+    scores, modes = 100 * module.evaluator.scores[federation.validated], federation.meta.get("mode")
     found = {"local_test_acc": float(scores.nanmean())}
     if modes is not None and len(set(modes)) == 2:
         members = [scores[torch.tensor([m == mode for m in modes])] for mode in set(modes)]
