@@ -24,7 +24,7 @@ def main(kind: str, engine: str, devices: int, path: str) -> None:
     torch.save(
         {
             "weights": {**dict(method.net.state_dict()), **private},
-            "acc": float(run.callback_metrics["val/acc"]),
+            "acc": float(run.callback_metrics["test/acc"]),
             "up": method.bytes_up,
             "ledger": [ledger.total("up"), ledger.total("down")],
             "choice": method.engine.choice,

@@ -188,7 +188,7 @@ def test_apart(case: cases.Case, net: str, policy: str) -> None:
     server, sites = apart(case, net, policy)
     assert_same(dict(server.state_dict()), expected["server"])
     assert_same(kept(sites), expected["private"])
-    assert_same({"scores": server.evaluator.scores["val"]}, {"scores": expected["numbers"]["scores"]})
+    assert_same({"scores": server.evaluator.scores["test"]}, {"scores": expected["numbers"]["scores"]})
     assert server.bytes_up == together.bytes_up
     assert server.bytes_down == together.bytes_down
 
@@ -205,7 +205,7 @@ def test_a_server_that_is_started_anew_goes_on(name: str, tmp_path: Path) -> Non
     server, sites = apart(case, net, policy, restart=2, path=tmp_path / "server.ckpt")
     assert_same(dict(server.state_dict()), expected["server"])
     assert_same(kept(sites), expected["private"])
-    assert_same({"scores": server.evaluator.scores["val"]}, {"scores": expected["numbers"]["scores"]})
+    assert_same({"scores": server.evaluator.scores["test"]}, {"scores": expected["numbers"]["scores"]})
 
 
 def test_trials_on_everybodys_data_are_refused() -> None:

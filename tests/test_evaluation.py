@@ -43,12 +43,12 @@ def test_scores_equal_an_ordinary_forward_pass(kind: type[FedAvg], shape: tuple[
     run = fit(method, data, rounds=2)
     expected = [by_hand(method, data, client) for client in range(3)]
     accuracies = torch.tensor([a for a, _ in expected], dtype=torch.float64)
-    torch.testing.assert_close(method.evaluator.scores["val"], accuracies)
+    torch.testing.assert_close(method.evaluator.scores["test"], accuracies)
     metrics = run.callback_metrics
-    assert float(metrics["val/acc"]) == pytest.approx(float(accuracies.mean()))
-    assert float(metrics["val/acc_std"]) == pytest.approx(float(accuracies.std(correction=0)))
-    assert float(metrics["val/acc_worst10"]) == pytest.approx(float(accuracies.min()))
-    assert float(metrics["val/loss"]) == pytest.approx(sum(loss for _, loss in expected) / 3)
+    assert float(metrics["test/acc"]) == pytest.approx(float(accuracies.mean()))
+    assert float(metrics["test/acc_std"]) == pytest.approx(float(accuracies.std(correction=0)))
+    assert float(metrics["test/acc_worst10"]) == pytest.approx(float(accuracies.min()))
+    assert float(metrics["test/loss"]) == pytest.approx(sum(loss for _, loss in expected) / 3)
 
 
 def test_clients_that_share_a_model_are_one_pass_and_others_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +106,11 @@ def test_global_test_set_and_held_out_validation() -> None:
     run = fit(method, data(val_fraction=0))
     x, y = inner.inputs[rest].double(), inner.targets[rest]
     expected = (method.net(x).argmax(1) == y).double().mean()
-    assert float(run.callback_metrics["val/global_acc"]) == pytest.approx(float(expected))
+    assert float(run.callback_metrics["test/global_acc"]) == pytest.approx(float(expected))
 
     held = FedAvg(mlp(), lr=0.1)
     run = fit(held, data(val_fraction=0.25))
-    assert "val/global_acc" not in run.callback_metrics  # test data is not looked at while there is validation data
+    assert "test/global_acc" not in run.callback_metrics  # test data is not looked at while there is validation data
     federation = run.datamodule.federation
     assert federation.index("val")[0].tolist() != federation.index("test")[0].tolist()
     (tested,) = trainer().test(held, datamodule=data(val_fraction=0.25), verbose=False)
@@ -154,7 +154,7 @@ def test_own_labelling_counts_in_evaluation() -> None:
     data = TensorFederation(inner.inputs, inner.targets, **lists, label_maps=maps, num_classes=CLASSES, val_fraction=0)
     method = Local(mlp(), lr=0.3, epochs=10, batch_size=8)
     run = fit(method, data, rounds=5)
-    assert run.callback_metrics["val/acc"] > 0.8
+    assert run.callback_metrics["test/acc"] > 0.8
 
 
 def test_evaluation_is_deterministic_and_changes_nothing() -> None:

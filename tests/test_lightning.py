@@ -79,12 +79,12 @@ def test_logs_have_the_round_as_x(tmp_path: Path) -> None:
     fit(FedAvg(mlp()), blobs(), rounds=4, logger=loggers, log_every_n_steps=1)
     with open(tmp_path / "csv" / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    for name in ("train/loss", "val/acc", "val/acc_std", "val/acc_worst10", "val/loss", "comm/up_bytes"):
+    for name in ("train/loss", "test/acc", "test/acc_std", "test/acc_worst10", "test/loss", "comm/up_bytes"):
         assert [int(row["step"]) for row in rows if row.get(name)] == [0, 1, 2, 3], name
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert [e.step for e in events.Scalars("val/acc")] == [0, 1, 2, 3]
+    assert [e.step for e in events.Scalars("test/acc")] == [0, 1, 2, 3]
     assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3]
 
 
@@ -122,9 +122,9 @@ def test_max_time_check_val_every_and_fast_dev_run() -> None:
 def test_limit_val_batches_evaluates_some_clients() -> None:
     method = FedAvg(mlp())
     fit(method, blobs(eval_clients=1), rounds=1, limit_val_batches=3)
-    assert method.evaluator.scores["val"].isnan().tolist() == [False, False, False, True]
+    assert method.evaluator.scores["test"].isnan().tolist() == [False, False, False, True]
     none = fit(FedAvg(mlp()), blobs(), rounds=1, limit_val_batches=0)
-    assert "val/acc" not in none.callback_metrics
+    assert "test/acc" not in none.callback_metrics
 
 
 def test_profilers_see_rounds() -> None:
@@ -138,7 +138,7 @@ def test_profilers_see_rounds() -> None:
 def test_precisions(precision: Any, engine: str) -> None:
     method = FedAvg(mlp(), lr=0.2, epochs=5, engine=engine)
     run = fit(method, blobs(), rounds=10, precision=precision)
-    assert run.callback_metrics["val/acc"] > 0.8
+    assert run.callback_metrics["test/acc"] > 0.8
     expected = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
     assert {p.dtype for p in method.net.parameters()} == {expected}
 
@@ -208,11 +208,11 @@ def test_test_and_predict_from_a_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "run.ckpt")
     fresh = Local(mlp(seed=7), lr=0.3, epochs=3)
     (tested,) = trainer().test(fresh, datamodule=blobs(), ckpt_path=path, verbose=False)
-    assert tested["test/acc"] == pytest.approx(float(run.callback_metrics["val/acc"]))
+    assert tested["test/acc"] == pytest.approx(float(run.callback_metrics["test/acc"]))
     (predicted,) = trainer().predict(fresh, datamodule=blobs(), ckpt_path=path)
     federation = blobs().federation
     right = [float((predicted[c] == federation.targets[federation.test[c]]).double().mean()) for c in range(4)]
-    assert right == pytest.approx(method.evaluator.scores["val"].tolist())
+    assert right == pytest.approx(method.evaluator.scores["test"].tolist())
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedProx, Local])
@@ -229,7 +229,7 @@ def test_load_from_checkpoint_brings_back_every_client(kind: Any, tmp_path: Path
         theirs, ours = loaded.snapshots[client], method.snapshots[client]
         assert (theirs.rounds, theirs.steps, theirs.last_round) == (ours.rounds, ours.steps, ours.last_round)
         assert not ours.private or largest_difference(theirs.private, ours.private) == 0.0
-    assert torch.equal(loaded.evaluator.scores["val"], method.evaluator.scores["val"])
+    assert torch.equal(loaded.evaluator.scores["test"], method.evaluator.scores["test"])
 
 
 def test_load_from_checkpoint_with_a_plain_module(tmp_path: Path) -> None:

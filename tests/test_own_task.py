@@ -60,12 +60,12 @@ def test_metrics_of_clients_are_scikit_learns() -> None:
             with torch.no_grad():
                 predicted = method.net(federation.inputs[index].double())[:, 0]
             values.append(function(federation.targets[index], predicted))
-        assert float(logged[f"val/{name}"]) == pytest.approx(sum(values) / 3, rel=1e-5)
+        assert float(logged[f"test/{name}"]) == pytest.approx(sum(values) / 3, rel=1e-5)
         worst = min(values) if name == "r2" else max(values)
-        assert float(logged[f"val/{name}_worst10"]) == pytest.approx(worst, rel=1e-5)
-    assert float(method.evaluator.scores["val"].mean()) == pytest.approx(float(logged["val/rmse"]))
-    assert "val/acc" not in logged
-    assert "val/global_rmse" in logged
+        assert float(logged[f"test/{name}_worst10"]) == pytest.approx(worst, rel=1e-5)
+    assert float(method.evaluator.scores["test"].mean()) == pytest.approx(float(logged["test/rmse"]))
+    assert "test/acc" not in logged
+    assert "test/global_rmse" in logged
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
@@ -171,8 +171,8 @@ def test_a_users_validation_step_is_logged_over_clients() -> None:
             (method.net(federation.inputs[i].double())[:, 0] - federation.targets[i]).mean() for i in federation.test
         ]
     found = torch.stack(parts)
-    assert float(logged["val/bias"]) == pytest.approx(float(found.mean()))
-    assert float(logged["val/bias_std"]) == pytest.approx(float(found.std(correction=0)))
+    assert float(logged["test/bias"]) == pytest.approx(float(found.mean()))
+    assert float(logged["test/bias_std"]) == pytest.approx(float(found.std(correction=0)))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def state_of(method: FederatedModule) -> dict[str, torch.Tensor]:
         state |= {f"{client}.{name}": value for name, value in shot.private.items()}
         state[f"{client}.counters"] = torch.tensor([shot.rounds, shot.steps, shot.last_round])
     state["bytes"] = torch.tensor([method.bytes_up, method.bytes_down])
-    state["scores"] = method.evaluator.scores["val"]
+    state["scores"] = method.evaluator.scores["test"]
     return state
 
 

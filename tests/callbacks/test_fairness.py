@@ -56,21 +56,21 @@ def test_logs_every_round_and_at_the_test(tmp_path: Path) -> None:
     class Look(FairnessCallback):
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             super().on_validation_end(trainer, pl_module)
-            seen.append(pl_module.evaluator.scores["val"])
+            seen.append(pl_module.evaluator.scores["test"])
 
     board, sheet = TensorBoardLogger(tmp_path, "tb"), CSVLogger(tmp_path, "csv")
     method, data = FedPer(mlp(), lr=0.05), federation()
     run = fit(method, data, rounds=3, callbacks=[Look()], logger=[board, sheet], log_every_n_steps=1)
     assert len(seen) == 3
-    rows = [row for row in csv.DictReader(open(Path(sheet.log_dir) / "metrics.csv")) if row["val/gap"]]  # noqa: SIM115
+    rows = [row for row in csv.DictReader(open(Path(sheet.log_dir) / "metrics.csv")) if row["test/gap"]]  # noqa: SIM115
     for row, scores in zip(rows, seen, strict=True):
-        assert {k: float(row[f"val/{k}"]) for k in by_hand(scores)} == pytest.approx(by_hand(scores))
-    metrics = {k: float(run.callback_metrics[f"val/{k}"]) for k in by_hand(seen[-1])}
+        assert {k: float(row[f"test/{k}"]) for k in by_hand(scores)} == pytest.approx(by_hand(scores))
+    metrics = {k: float(run.callback_metrics[f"test/{k}"]) for k in by_hand(seen[-1])}
     assert metrics == pytest.approx(by_hand(seen[-1]))
 
     events = EventAccumulator(board.log_dir, size_guidance={"histograms": 0}).Reload()
-    assert events.Tags()["histograms"] == ["val/acc_clients"]
-    histograms, curve = events.Histograms("val/acc_clients"), events.Scalars("val/acc_majority")
+    assert events.Tags()["histograms"] == ["test/acc_clients"]
+    histograms, curve = events.Histograms("test/acc_clients"), events.Scalars("test/acc_majority")
     assert [h.step for h in histograms] == [s.step for s in curve]
     assert [h.histogram_value.num for h in histograms] == [6, 6, 6]
     assert histograms[-1].histogram_value.sum == pytest.approx(float(seen[-1].sum()))
@@ -87,7 +87,7 @@ def test_table(tmp_path: Path) -> None:
     method = FedAvg(mlp(), lr=0.05)
     logger = CSVLogger(tmp_path)
     fit(method, federation(), rounds=2, callbacks=[FairnessCallback()], logger=logger)
-    scores = method.evaluator.scores["val"]
+    scores = method.evaluator.scores["test"]
     hand = by_hand(scores)
     rows = list(csv.DictReader(open(Path(logger.log_dir) / "fairness_val.csv")))  # noqa: SIM115
     assert [row["population"] for row in rows] == ["all", "majority", "minority", "gap"]
@@ -114,13 +114,13 @@ def test_gain_over_local(tmp_path: Path) -> None:
     local = Local(mlp(), lr=0.05)
     run = fit(local, federation(), rounds=2, callbacks=[FairnessCallback(folder=str(tmp_path))])
     run.save_checkpoint(tmp_path / "local.ckpt")
-    alone = local.evaluator.scores["val"]
+    alone = local.evaluator.scores["test"]
     for given in (str(tmp_path / "local.ckpt"), alone.tolist()):
         method = FedAvg(mlp(), lr=0.05)
         run = fit(method, federation(), callbacks=[FairnessCallback(local=given, folder=str(tmp_path))])
-        gained = method.evaluator.scores["val"] - alone
-        assert float(run.callback_metrics["val/local_gap"]) == pytest.approx(float(gained.mean()))
-        assert float(run.callback_metrics["val/local_worse"]) == pytest.approx(float((gained < 0).double().mean()))
+        gained = method.evaluator.scores["test"] - alone
+        assert float(run.callback_metrics["test/local_gap"]) == pytest.approx(float(gained.mean()))
+        assert float(run.callback_metrics["test/local_worse"]) == pytest.approx(float((gained < 0).double().mean()))
         at_test = trainer(callbacks=[FairnessCallback(local=given, folder=str(tmp_path))])
         (tested,) = at_test.test(method, datamodule=federation(), verbose=False)
         assert tested["test/local_gap"] == pytest.approx(float(gained.mean()))
@@ -133,28 +133,28 @@ def test_clients_that_were_not_evaluated_are_left_out(limit: int, tmp_path: Path
     method = FedAvg(mlp(), lr=0.05)
     callback = FairnessCallback(folder=str(tmp_path))
     run = fit(method, federation(eval_clients=2), callbacks=[callback], limit_val_batches=limit)
-    scores = method.evaluator.scores["val"]
+    scores = method.evaluator.scores["test"]
     assert int(scores.isnan().sum()) == 6 - 2 * limit
     hand = by_hand(scores)
     for name in ("acc_majority", "acc_minority", "gap", "variance", "jain"):
-        assert float(run.callback_metrics[f"val/{name}"]) == pytest.approx(hand[name])
+        assert float(run.callback_metrics[f"test/{name}"]) == pytest.approx(hand[name])
     rows = list(csv.DictReader(open(tmp_path / "fairness_val.csv")))  # noqa: SIM115
     assert int(rows[0]["clients"]) == 2 * limit
 
 
 def test_without_groups_and_with_many(tmp_path: Path) -> None:
     run = fit(FedAvg(mlp()), federation(meta={}), 1, callbacks=[FairnessCallback(folder=str(tmp_path))])
-    assert "val/variance" in run.callback_metrics
-    assert not {"val/gap", "val/acc_majority"} & set(run.callback_metrics)
+    assert "test/variance" in run.callback_metrics
+    assert not {"test/gap", "test/acc_majority"} & set(run.callback_metrics)
     assert len((tmp_path / "fairness_val.csv").read_text().splitlines()) == 2
 
     users = {"user": ["a", "b", "c", "a", "b", "a"]}
     callback = FairnessCallback("user", folder=str(tmp_path))
     method = FedAvg(mlp(), lr=0.05)
     run = fit(method, federation(meta=users), 1, callbacks=[callback])
-    scores = method.evaluator.scores["val"]
-    assert float(run.callback_metrics["val/acc_user_c"]) == pytest.approx(float(scores[2]))
-    assert float(run.callback_metrics["val/gap"]) == pytest.approx(float(scores[[0, 3, 5]].mean() - scores[2]))
+    scores = method.evaluator.scores["test"]
+    assert float(run.callback_metrics["test/acc_user_c"]) == pytest.approx(float(scores[2]))
+    assert float(run.callback_metrics["test/gap"]) == pytest.approx(float(scores[[0, 3, 5]].mean() - scores[2]))
     rows = list(csv.DictReader(open(tmp_path / "fairness_val.csv")))  # noqa: SIM115
     assert [row["population"] for row in rows] == ["all", "user_a", "user_b", "user_c", "gap"]
 
@@ -162,12 +162,12 @@ def test_without_groups_and_with_many(tmp_path: Path) -> None:
 def test_multimodal_digits_and_other_callbacks(tmp_path: Path) -> None:
     """With the partition that notes modes, and a stock callback that monitors what is logged here."""
     scheme = Multimodal(modes=[[1, 3, 5, 7, 9], [0, 2, 4, 6, 8]], clients=[10, 5])
-    stop = EarlyStopping("val/gap", patience=50)
+    stop = EarlyStopping("test/gap", patience=50)
     method = FedAvg(MLP(64, (16,)), lr=0.1)
     run = fit(method, Digits(partition=scheme), 2, callbacks=[FairnessCallback(folder=str(tmp_path)), stop])
-    scores = method.evaluator.scores["val"]
+    scores = method.evaluator.scores["test"]
     expected = float(scores[:10].mean() - scores[10:].mean())
-    assert float(run.callback_metrics["val/gap"]) == pytest.approx(expected)
+    assert float(run.callback_metrics["test/gap"]) == pytest.approx(expected)
     assert float(stop.best_score) <= expected + 1e-9
 
 

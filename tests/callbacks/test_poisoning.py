@@ -138,7 +138,7 @@ def test_a_backdoor_opens(kind: Any) -> None:
     assert door.success[5] > idle.success[5] + (0.5 if kind is FedAvg else 0.1)
     assert float(attacked.callback_metrics["backdoor/success"]) == pytest.approx(door.success[5])
     assert door.run_metrics()["backdoor_success"] == pytest.approx(100 * door.success[5])
-    accuracy = [float(run.callback_metrics["val/acc"]) for run in (attacked, plain)]
+    accuracy = [float(run.callback_metrics["test/acc"]) for run in (attacked, plain)]
     assert abs(accuracy[0] - accuracy[1]) < 0.15
 
 

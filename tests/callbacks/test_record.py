@@ -36,12 +36,12 @@ def test_it_holds_settings_curves_clients_and_cost(tmp_path: Path) -> None:
     settings = run["settings"]
     assert (settings["method"], settings["net"], settings["net.hidden"]) == ("FedPer", "MLP", "[16]")
     assert (settings["lr"], settings["seed"], settings["clients"], settings["rounds"]) == (0.1, 3, 4, 3)
-    assert run["curves"]["val/acc"]["rounds"] == [0, 1, 2]
-    assert {"train/loss", "comm/up_bytes", "val/acc_worst10"} <= run["curves"].keys()
+    assert run["curves"]["test/acc"]["rounds"] == [0, 1, 2]
+    assert {"train/loss", "comm/up_bytes", "test/acc_worst10"} <= run["curves"].keys()
     assert run["clients"]["rounds"] == [0, 1, 2]
     assert [len(row) for row in run["clients"]["accuracy"]] == [4, 4, 4]
     last = run["clients"]["accuracy"][-1]
-    assert run["curves"]["val/acc"]["values"][-1] == pytest.approx(sum(last) / 4, abs=1e-4)
+    assert run["curves"]["test/acc"]["values"][-1] == pytest.approx(sum(last) / 4, abs=1e-4)
     assert run["steps"] == 3 * (5 + 4 + 5 + 2)  # ragged clients, batches of eight
     shared = 20 * 16 + 16
     assert (run["parameters"], run["bytes"]) == (shared, [3 * 4 * 8 * shared] * 2)
@@ -70,7 +70,7 @@ def test_a_federation_of_one_client_is_recorded(tmp_path: Path) -> None:
     fit(method, data, 2, callbacks=[again, board, FairnessCallback(folder=str(tmp_path))])
     rows = read_record(tmp_path / "run.json")["clients"]["accuracy"]
     assert [len(row) for row in rows] == [1, 1]
-    assert method.evaluator.scores["val"].shape == (1,)
+    assert method.evaluator.scores["test"].shape == (1,)
     assert board.history.table()[1].shape == (2, 1)
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_was_saved_after_a_validation_has_all_of_it(tmp_path: Path) -
     again = recorded(tmp_path / "again", 5, (DifferentialPrivacyCallback(),), ckpt_path=ckpt_path, **every)
     assert again["curves"].keys() == whole["curves"].keys() >= {"privacy/epsilon", "train/loss"}
     for name, curve in whole["curves"].items():
-        assert curve["rounds"] == again["curves"][name]["rounds"] == ([1, 3] if "val/" in name else [0, 1, 2, 3, 4])
+        assert curve["rounds"] == again["curves"][name]["rounds"] == ([1, 3] if "test/" in name else [0, 1, 2, 3, 4])
         if not name.startswith("time/"):
             assert again["curves"][name]["values"] == pytest.approx(curve["values"], abs=1e-6)
 
@@ -177,7 +177,7 @@ def test_a_run_that_breaks_off_leaves_what_there_is(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="power cut"):
         recorded(tmp_path, 3, (Breaks(),))
-    assert read_record(tmp_path / "run.json")["curves"]["val/acc"]["rounds"] == [0, 1]
+    assert read_record(tmp_path / "run.json")["curves"]["test/acc"]["rounds"] == [0, 1]
 
 
 def test_without_a_logger_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

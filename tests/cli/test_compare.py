@@ -42,7 +42,7 @@ def make(tmp_path: Path) -> Maker:
             "bytes": [3_000_000, 5_000_000],
             "parameters": 1000,
             "curves": {
-                "val/acc": {**curve, "values": means},
+                "test/acc": {**curve, "values": means},
                 "comm/up_bytes": {**curve, "values": [1.5e6, 1.5e6]},
                 "comm/down_bytes": {**curve, "values": [2.5e6, 2.5e6]},
                 "privacy/auroc": {**curve, "values": [0.6, 0.7]},
@@ -170,8 +170,8 @@ def cell(folder: Path, accuracy: float = 70.0, **more: Any) -> None:
 def test_cells_of_reproduce_are_runs(tmp_path: Path) -> None:
     cell(tmp_path / "0123-seed2")
     (run,) = find([str(tmp_path)])
-    assert run.curves["val/acc"] == ([0, 1], [0.5, 0.7])
-    assert run.final["val/acc"] == 0.7
+    assert run.curves["test/acc"] == ([0, 1], [0.5, 0.7])
+    assert run.final["test/acc"] == 0.7
     assert (run.settings["seed"], run.engine) == ("2", "captured")
 
 
@@ -209,11 +209,11 @@ def test_runs_with_tensorboards_events_alone(tmp_path: Path) -> None:
 
     with SummaryWriter(str(tmp_path / "old")) as writer:
         for step, value in enumerate((0.5, 0.75)):
-            writer.add_scalar("val/acc", value, step)
+            writer.add_scalar("test/acc", value, step)
             writer.add_scalar("comm/up_bytes", 10, step)
             writer.add_scalar("comm/down_bytes", 20, step)
     (run,) = find([str(tmp_path)])
-    assert run.final["val/acc"] == 0.75
+    assert run.final["test/acc"] == 0.75
     assert run.traffic == (20, 40)
     main(["compare", str(tmp_path), "--out", str(tmp_path / "out"), "--quiet"])
     assert "Learning-curves" in (tmp_path / "out" / "report.html").read_text()

@@ -40,7 +40,7 @@ class Falling(FedAvg):
 
 @pytest.mark.parametrize("kind", [FederatedCheckpoint, ModelCheckpoint])
 def test_last_is_the_last_round_and_agrees_with_the_record(kind: type[ModelCheckpoint], tmp_path: Path) -> None:
-    saver = kind(monitor="val/acc", mode="max", filename="best", save_last=True, dirpath=tmp_path)
+    saver = kind(monitor="test/acc", mode="max", filename="best", save_last=True, dirpath=tmp_path)
     run, method = RunRecord(str(tmp_path)), Falling(mlp(), lr=0.3, engine="stacked")
     fit(method, blobs(), 4, callbacks=[run, saver], enable_checkpointing=True, logger=CSVLogger(tmp_path))
     best, last = rounds(tmp_path / "best.ckpt"), rounds(tmp_path / "last.ckpt")
@@ -48,8 +48,8 @@ def test_last_is_the_last_round_and_agrees_with_the_record(kind: type[ModelCheck
     assert last == (4 if kind is FederatedCheckpoint else best)  # Lightning's own is what was saved last
     again = trainer()
     again.validate(Falling(mlp()), blobs(), str(tmp_path / "last.ckpt"), verbose=False)
-    recorded = json.loads((tmp_path / "run.json").read_text())["curves"]["val/acc"]["values"]
-    assert (float(again.callback_metrics["val/acc"]) == recorded[-1]) == (kind is FederatedCheckpoint)
+    recorded = json.loads((tmp_path / "run.json").read_text())["curves"]["test/acc"]["values"]
+    assert (float(again.callback_metrics["test/acc"]) == recorded[-1]) == (kind is FederatedCheckpoint)
 
 
 def test_a_run_without_validation_has_the_last_round_alone(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_last_goes_on_with_the_newest_run_of_the_configuration(capsys: pytest.Ca
         torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for run in (resumed, whole)
     ]
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
-    curves = [json.loads((run / "run.json").read_text())["curves"]["val/acc"] for run in (resumed, whole)]
+    curves = [json.loads((run / "run.json").read_text())["curves"]["test/acc"] for run in (resumed, whole)]
     assert curves[0] == curves[1]
     assert curves[0]["rounds"] == [0, 1, 2, 3, 4]
 

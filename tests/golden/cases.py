@@ -165,7 +165,7 @@ def parts(method: FederatedModule) -> dict[str, dict[str, Tensor]]:
     for client in range(len(SIZES)):
         state = method.personal_state(client)
         personal |= {f"{client}.{name}": value for name, value in state.items() if name in names}
-    numbers = {"scores": method.evaluator.scores["val"], "bytes": torch.tensor([method.bytes_up, method.bytes_down])}
+    numbers = {"scores": method.evaluator.scores["test"], "bytes": torch.tensor([method.bytes_up, method.bytes_down])}
     summary = {name: torch.tensor(float(value)) for name, value in untimed(method.summary).items()}
     server = dict(method.state_dict())
     return {"server": server, "private": private, "personal": personal, "numbers": {**numbers, **summary}}

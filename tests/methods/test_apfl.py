@@ -46,7 +46,7 @@ def test_alpha_one_trains_local_models(engine: str) -> None:
         fit(method, blobs(), rounds=3)
     for client in range(4):
         assert largest_difference(own(one, client), other.snapshots[client].private) < 1e-12
-    assert torch.equal(one.evaluator.scores["val"], other.evaluator.scores["val"])
+    assert torch.equal(one.evaluator.scores["test"], other.evaluator.scores["test"])
 
 
 def test_alpha_zero_is_evaluated_as_fedavg() -> None:
@@ -56,7 +56,7 @@ def test_alpha_zero_is_evaluated_as_fedavg() -> None:
     )
     for method in (one, other):
         fit(method, blobs(), rounds=3)
-    assert torch.equal(one.evaluator.scores["val"], other.evaluator.scores["val"])
+    assert torch.equal(one.evaluator.scores["test"], other.evaluator.scores["test"])
     assert largest_difference(one.personal_state(1), other.personal_state(1)) < 1e-12
 
 

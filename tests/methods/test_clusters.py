@@ -41,7 +41,7 @@ def test_one_cluster_is_fedavg(kind: type[ClusteredModule], engine: str) -> None
     other = FedAvg(mlp(), lr=0.1, epochs=2, batch_size=8, weighting=weighting, engine=engine)
     runs = [fit(method, blobs(), rounds=3) for method in (one, other)]
     assert largest_difference(weights(one), weights(other)) < 1e-12
-    logs = [{n: float(v) for n, v in r.callback_metrics.items() if n.startswith(("val", "train"))} for r in runs]
+    logs = [{n: float(v) for n, v in r.callback_metrics.items() if n.startswith(("test", "train"))} for r in runs]
     assert logs[0] == pytest.approx(logs[1])
     assert one.assignment() == [0, 0, 0, 0]
 
@@ -146,7 +146,7 @@ def test_global_accuracy_is_the_mean_over_clusters_that_have_clients(
     for cluster in used:
         logits, _ = method.call(method.model_state(cluster), x, training=False)
         scores.append(float((logits.argmax(1) == y).double().mean()))
-    assert float(run.callback_metrics["val/global_acc"]) == pytest.approx(sum(scores) / len(used))
+    assert float(run.callback_metrics["test/global_acc"]) == pytest.approx(sum(scores) / len(used))
     monkeypatch.setattr(method, "assignment", lambda: [1, 1, 1, 0, 1, 1, 1, 1])
     assert [weight for weight, _ in method.global_models()] == [0.5, 0.5]
     monkeypatch.setattr(method, "assignment", lambda: [1] * 8)

@@ -52,7 +52,7 @@ def test_p_zero_equals_fedavg_bit_for_bit(engine: str) -> None:
     for method in (one, other):
         fit(method, blobs(), rounds=3)
     assert largest_difference(weights(one), weights(other)) == 0.0
-    assert torch.equal(one.evaluator.scores["val"], other.evaluator.scores["val"])
+    assert torch.equal(one.evaluator.scores["test"], other.evaluator.scores["test"])
     assert all(largest_difference(one.personal_state(c), other.personal_state(c)) == 0.0 for c in range(4))
 
 
@@ -65,7 +65,7 @@ def test_p_one_equals_local_bit_for_bit(engine: str) -> None:
     for client in range(4):
         assert largest_difference(one.personal_state(client), other.personal_state(client)) == 0.0
         assert largest_difference(one.personal_state(client), everything.personal_state(client)) == 0.0
-    assert torch.equal(one.evaluator.scores["val"], other.evaluator.scores["val"])
+    assert torch.equal(one.evaluator.scores["test"], other.evaluator.scores["test"])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.123, 0.7, 1.0])
@@ -411,7 +411,7 @@ def test_an_auto_run_is_the_run_with_the_p_that_it_chose() -> None:
     fit(fixed, blobs(), rounds=2)
     assert auto.p in AUTO["auto_values"]
     assert differ(auto, fixed) == 0.0
-    assert torch.equal(auto.evaluator.scores["val"], fixed.evaluator.scores["val"])
+    assert torch.equal(auto.evaluator.scores["test"], fixed.evaluator.scores["test"])
 
 
 def test_auto_takes_what_does_best_on_held_out_samples() -> None:
@@ -422,7 +422,7 @@ def test_auto_takes_what_does_best_on_held_out_samples() -> None:
         data.federation = held_out(data.federation, 0.25, seed=0)
         method = FedBPS(mlp(), p=p, **OPTIONS)
         fit(method, data, rounds=2)
-        scores[p] = float(method.evaluator.scores["val"].mean())
+        scores[p] = float(method.evaluator.scores["test"].mean())
     auto = FedBPS(mlp(), **AUTO)
     fit(auto, blobs((60, 50, 40, 30)), rounds=1)
     assert auto.p == max(scores, key=lambda p: scores[p])

@@ -62,7 +62,7 @@ def test_planted_groups_are_found_and_sizes_sum_to_the_number_of_clients() -> No
     found = method.assignment()
     assert found in ([0, 1] * 4, [1, 0] * 4)
     assert sorted(method.groups) == list(range(8))
-    assert float(run.callback_metrics["val/acc"]) > 0.9
+    assert float(run.callback_metrics["test/acc"]) > 0.9
 
 
 def test_groups_models_and_references_after_the_cold_start() -> None:
@@ -176,7 +176,7 @@ def test_a_client_without_a_group_is_evaluated_after_a_cold_start_of_its_own() -
         again = method.personal_state(client)
         assert {n: v.data_ptr() for n, v in again.items()} == {n: v.data_ptr() for n, v in model.items()}
     assert sorted(method.groups) == [0, 1, 3, 4, 6, 7]
-    assert run.validate(method, data, verbose=False)[0]["val/acc"] > 0.5
+    assert run.validate(method, data, verbose=False)[0]["test/acc"] > 0.5
 
 
 def test_before_the_first_round_everyone_has_the_initial_model() -> None:

@@ -31,7 +31,7 @@ def test_nothing_personal_equals_fedavg_bit_for_bit(engine: str, fraction: float
     for method in (per, avg):
         fit(method, blobs(fraction=fraction))
     assert largest_difference(weights(per), weights(avg)) == 0.0
-    assert torch.equal(per.evaluator.scores["val"], avg.evaluator.scores["val"])
+    assert torch.equal(per.evaluator.scores["test"], avg.evaluator.scores["test"])
 
 
 @ENGINES
@@ -41,7 +41,7 @@ def test_everything_personal_equals_local_bit_for_bit(engine: str) -> None:
         run_ = fit(method, blobs())
         assert run_.callback_metrics["comm/up_bytes"] == run_.callback_metrics["comm/down_bytes"] == 0
     assert differ(per, local) == 0.0
-    assert torch.equal(per.evaluator.scores["val"], local.evaluator.scores["val"])
+    assert torch.equal(per.evaluator.scores["test"], local.evaluator.scores["test"])
 
 
 @ENGINES

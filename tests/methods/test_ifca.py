@@ -133,9 +133,9 @@ def test_planted_clusters_are_found() -> None:
     found = method.assignment()
     assert len(set(found[0::2])) == len(set(found[1::2])) == 1
     assert found[0] != found[1]
-    assert float(run.callback_metrics["val/acc"]) > 0.95
+    assert float(run.callback_metrics["test/acc"]) > 0.95
     one = FedAvg(mlp(), lr=0.1, batch_size=8, epochs=3, engine="stacked")
-    assert float(fit(one, planted(), rounds=15).callback_metrics["val/acc"]) < 0.7
+    assert float(fit(one, planted(), rounds=15).callback_metrics["test/acc"]) < 0.7
 
 
 def test_warmup_chooses_at_random_and_then_ends() -> None:

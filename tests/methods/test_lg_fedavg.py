@@ -54,7 +54,7 @@ def test_complementary_lists_give_the_same_run(engine: str) -> None:
     for method in (per, lg):
         fit(method, blobs(fraction=0.5))
     assert differ(per, lg) == 0.0
-    assert torch.equal(per.evaluator.scores["val"], lg.evaluator.scores["val"])
+    assert torch.equal(per.evaluator.scores["test"], lg.evaluator.scores["test"])
 
 
 def test_only_the_head_crosses() -> None:

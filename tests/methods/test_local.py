@@ -61,4 +61,4 @@ def test_each_client_is_evaluated_with_its_own_model() -> None:
         net.load_state_dict(method.snapshots[client].private)
         index = data.federation.test[client]
         correct = (net(data.federation.inputs[index].double()).argmax(1) == data.federation.targets[index]).double()
-        torch.testing.assert_close(method.evaluator.scores["val"][client], correct.mean())
+        torch.testing.assert_close(method.evaluator.scores["test"][client], correct.mean())

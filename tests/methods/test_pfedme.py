@@ -159,7 +159,7 @@ def test_evaluated_with_theta_and_if_never_sampled_with_w(buffers: Any) -> None:
             assert any(not torch.equal(own[name], method.net.state_dict()[name]) for name in statistics)
         index = data.federation.test[client]
         correct = net(data.federation.inputs[index].double()).argmax(1) == data.federation.targets[index]
-        torch.testing.assert_close(method.evaluator.scores["val"][client], correct.double().mean())
+        torch.testing.assert_close(method.evaluator.scores["test"][client], correct.double().mean())
     state = method.server_state()
     assert all(torch.equal(value, state[name]) for name, value in method.personal_state(3).items())
 

@@ -255,7 +255,7 @@ def test_resume_is_exact(schedule: str, tmp_path: Path) -> None:
     left, right = state_of(whole), state_of(again)
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
-    assert torch.equal(whole.evaluator.scores["val"], again.evaluator.scores["val"])
+    assert torch.equal(whole.evaluator.scores["test"], again.evaluator.scores["test"])
 
 
 # ---- what crosses, what stays ------------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ def test_clients_adapt_together_once_per_round(monkeypatch: pytest.MonkeyPatch) 
 
 def test_evaluation_before_any_round() -> None:
     method, data = waffle(engine="auto"), blobs()
-    assert trainer().validate(method, datamodule=data, verbose=False)[0]["val/acc"] > 0
+    assert trainer().validate(method, datamodule=data, verbose=False)[0]["test/acc"] > 0
     assert method.engine.choice is None  # what adaptation needs is no measure for training
 
 

@@ -266,8 +266,8 @@ def test_all_agents_at_once_equal_a_run_for_each(control: Any) -> None:
         torch.testing.assert_close(together.weight_history()[:, agent], alone.weight_history()[:, 0])
         own = {name: together.memory[f"each.{SERVER}{name}"][agent] for name in alone.server_control()}
         assert largest_difference(own, alone.server_control()) < 1e-9
-        score = together.evaluator.scores["val"][agent]
-        assert float(score) == pytest.approx(float(alone.evaluator.scores["val"][agent]))
+        score = together.evaluator.scores["test"][agent]
+        assert float(score) == pytest.approx(float(alone.evaluator.scores["test"][agent]))
     assert together.summary["clients/trained"] == 4  # alone from round 4, smoothed from round 6
 
 

@@ -174,8 +174,8 @@ def test_all_agents_at_once_equal_a_run_for_each(tmp_path: Path) -> None:
         fit(alone, blobs(), rounds=4)
         assert largest_difference(together.personal_state(agent), alone.server_state()) < 1e-9
         torch.testing.assert_close(together.weight_history()[:, agent], alone.weight_history()[:, 0])
-        score = together.evaluator.scores["val"][agent]
-        assert float(score) == pytest.approx(float(alone.evaluator.scores["val"][agent]))
+        score = together.evaluator.scores["test"][agent]
+        assert float(score) == pytest.approx(float(alone.evaluator.scores["test"][agent]))
     assert (together.weight_history()[-1] == 0).any()
     assert together.summary["clients/trained"] < 16
 

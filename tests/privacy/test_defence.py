@@ -233,7 +233,7 @@ def test_variances_under_noise(where: Any) -> None:
     method = FedAvg(net, lr=0.1, engine="stacked")
     run = fit(method, blobs(), 3, callbacks=[DifferentialPrivacyCallback(1.0, 40.0, where, reproducible_noise=True)])
     assert float(weights(method)["1.running_var"].min()) == 0
-    assert math.isfinite(run.callback_metrics["val/loss"])
+    assert math.isfinite(run.callback_metrics["test/loss"])
 
 
 def noise_of(seed: int, **kwargs: Any) -> torch.Tensor:
