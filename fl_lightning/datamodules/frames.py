@@ -40,7 +40,7 @@ class FromArrays(TensorFederation):
         >>> x, y = np.random.default_rng(0).random((10, 3)), np.arange(10) % 2
         >>> data = FromArrays(x, y, clients=["north"] * 4 + ["south"] * 6)
         >>> data.federation.train.sizes.tolist(), data.federation.meta["user"]
-        ([3, 5], ['north', 'south'])
+        ([2, 4], ['north', 'south'])
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class FromFrame(TensorFederation):
         feature_names: what the net's inputs are.
 
     Example:
-        >>> table = {"site": ["a", "a", "a", "b", "b", "b"], "age": [20, 30, 40, 50, 60, 70],
-        ...          "sex": ["f", "m", "f", "m", "f", "m"], "days": [1.5, 2.0, 1.0, 7.5, 3.0, 4.0]}
+        >>> table = {"site": ["a"] * 4 + ["b"] * 4, "age": [20, 30, 40, 50, 60, 70, 80, 90],
+        ...          "sex": ["f", "m"] * 4, "days": [1.5, 2.0, 1.0, 7.5, 3.0, 4.0, 2.5, 6.0]}
         >>> data = FromFrame(table, client="site", target="days")
         >>> data.feature_names, data.input_shape
         (['age', 'sex=f', 'sex=m'], (3,))
@@ -258,7 +258,7 @@ class FromDataset(TensorFederation):
     Example:
         >>> rows = [{"x": [0.5, i], "y": i % 2, "who": "ab"[i // 5]} for i in range(10)]
         >>> FromDataset(rows, client="who", inputs="x", target="y").federation.train.sizes.tolist()
-        [4, 4]
+        [3, 3]
     """
 
     def __init__(
