@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,14 @@ class Clients(Protocol):
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
         """What clients tell when they are evaluated with these messages."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the clients: plain dicts of tensors, numbers and strings."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what :meth:`state_dict` gave."""
         ...
 
 

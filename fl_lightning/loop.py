@@ -18,7 +18,7 @@ from fl_lightning import signals
 from fl_lightning.errors import FederationError
 from fl_lightning.exchange import in_round
 from fl_lightning.message_checks import Layout, check_message, layout_of
-from fl_lightning.parties import Returned, Stage
+from fl_lightning.parties import Returned, Setting, Stage
 from fl_lightning.wire import Message, State, nbytes
 
 if TYPE_CHECKING:
@@ -120,6 +120,19 @@ class FederatedLoop:
             messages += self._stage(stages[number], last=number + 1 == len(stages))
         self._hook("on_round_end", messages)
 
+    def coming(self) -> dict[int, tuple[Setting, State]]:
+        """The messages of the next round's first stage as things stand, with what is told of it; no hook is called."""
+        module, round = self.module, self.module.completed_rounds
+        stage = next((stage for stage in module.stages(round, module.cohort(round)) if stage.clients), None)
+        if stage is None:
+            return {}
+        before, module.stage = module.stage, stage
+        try:
+            make = module.message_down if stage.send is None else stage.send
+            return {number: (module.setting(stage.name), make(number)) for number in sorted(stage.clients)}
+        finally:
+            module.stage = before
+
     def _stage(self, stage: Stage, last: bool) -> list[Message]:
         """Train a stage's clients and commit what the server makes of their messages, which are returned."""
         module, began = self.module, time.perf_counter()
@@ -173,6 +186,8 @@ class FederatedLoop:
 
     def _expected(self, returned: list[Returned]) -> Layout:
         """Names, shapes and types that most messages have; entries of the net have those of the server's."""
+        if not returned:
+            return {}
         layouts = [layout_of(one.message.tensors) for one in returned]
         counted = Counter(tuple(sorted((name, *entry) for name, entry in layout.items())) for layout in layouts)
         ((common, _),) = counted.most_common(1)
@@ -185,6 +200,8 @@ class FederatedLoop:
         unsound = sorted(number for number, reason in wrong.items() if reason.endswith(NOT_FINITE))
         named = ", ".join(map(str, unsound[:10])) + (" and others" if len(unsound) > 10 else "")
         strange = [f"client {number}: {reason}" for number, reason in sorted(wrong.items()) if number not in unsound]
+        if lost and not wrong:
+            raise FederationError(f"In round {round} no client answered.")
         if lost and unsound and not strange:
             raise FederationError(
                 f"In round {round} the updates of all {len(unsound)} clients ({named}) are not "

@@ -55,7 +55,7 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         "sampled": getattr(data, "fraction", None),
         "optimizer": next((type(one).__name__ for one in getattr(module._trainer, "optimizers", ())), None),
         "engine": module.engine.choice,
-        "clients": module.snapshots.state_dict(),
+        "clients": module.exchange.state_dict(),
         "rounds": module.completed_rounds,
         "stages": module.completed_stages,
         "tally": asdict(module.tally),
@@ -90,12 +90,12 @@ def _load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     if saved["method"] != type(module).__name__:
         raise FederationError(f"The checkpoint is of {saved['method']}, not of {type(module).__name__}.")
     _check_entries(module, checkpoint["state_dict"])
+    module.exchange.load_state_dict(saved["clients"])
     if module._trainer is not None:
         _check_run(module, module._trainer, saved)
         _tell_changes(module, module._trainer, checkpoint)
     if saved["engine"] is not None:
         module.engine.settle(saved["engine"])
-    module.snapshots.load_state_dict(saved["clients"])
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
     module.completed_stages, module.tally = saved.get("stages", 0), Tally(**saved.get("tally", {}))
     module.load_server_extras(saved.get("server", {}))

@@ -11,6 +11,7 @@ import torch
 
 from fl_lightning import ranks
 from fl_lightning.engine import Job
+from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import ClientOutput, Personal, Scorer, scored
 from fl_lightning.exchange import Scores, Trained, in_round, in_stacks, train_clients
 from fl_lightning.federation import Federation, Split
@@ -137,9 +138,13 @@ class SimulatedClients:
         """What clients tell when they are evaluated with these messages."""
         return {me.client: self.method.tell(received, me) for me, received in self._settled(setting, messages)}
 
+    def evaluated(self, client: int) -> int:
+        """The number under which a client is evaluated."""
+        return self.method.evaluated_as(client)
+
     def _settled(self, setting: Setting, messages: Messages) -> list[tuple[Me, State]]:
         """The clients as they are when they have worked out what they need to be evaluated."""
-        mes = [self.me(self.method.evaluated_as(client), setting) for client in messages]
+        mes = [self.me(self.evaluated(client), setting) for client in messages]
         received = list(messages.values())
         found = self.method.settle(received, mes)
         settled = [replace(me, private={**me.private, **m}) if m else me for me, m in zip(mes, found, strict=True)]
@@ -179,6 +184,19 @@ class SimulatedClients:
         ((x, y),) = me.data.batches(size, self.method.compute_dtype, split)
         with torch.no_grad():
             return me.data.row, self.method.functional(state, Asked(x, y, split), {}, training=False)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What clients keep, for a checkpoint."""
+        return self.method.snapshots.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what clients kept."""
+        if "versions" in state and self.method._trainer is not None:
+            raise FederationError(
+                "The checkpoint's clients are real sites, which have what they keep: continue it with fl-lightning "
+                "serve; load_from_checkpoint gives the server's model."
+            )
+        self.method.snapshots.load_state_dict(state)
 
     def reset(self) -> None:
         """Forget what was prepared for a run."""

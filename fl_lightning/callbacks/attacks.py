@@ -58,6 +58,8 @@ class AttackCallback(Several, FederatedCallback):
     by: ClassVar[str]
     #: The score by which an attacker, who does not know how well it did, chooses among attacks; None: in hindsight.
     pick: ClassVar[str | None] = None
+    #: It looks at what only clients see, and is refused where these are real.
+    simulations_only: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -40,6 +40,9 @@ class CentralCallback(Callback):
         central: file of the central model; None keeps it as ``central.pt`` in ``folder``.
         folder: where results are written; None means the Trainer's log folder.
     """
+
+    #: It looks at what only clients see, and is refused where these are real.
+    simulations_only: ClassVar[bool] = True
 
     def __init__(self, central: str | None = None, folder: str | None = None) -> None:
         self.path, self.folder = central, folder

@@ -153,10 +153,34 @@ class DifferentialPrivacyCallback(FederatedCallback):
         self._received[client] = message
 
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """At the client: clip and noise before anything leaves."""
-        if self.where == "local":
+        """At a simulated client: clip and noise before anything leaves; a site has done it by itself."""
+        assert isinstance(pl_module, FederatedModule)
+        if self.where == "local" and pl_module.exchange.simulated:
             normal = self._normal(trainer, pl_module, client, new_key())
             self._protect(message, self.noise_multiplier * self.clip, normal)
+
+    @property
+    def guards(self) -> bool:
+        """Whether it works at the clients."""
+        return self.where == "local"
+
+    def settings(self) -> dict[str, Any]:
+        """What it does at a client."""
+        return {"where": self.where, "clip": self.clip, "noise_multiplier": self.noise_multiplier}
+
+    def install(self, method: FederatedModule) -> None:
+        """At a site: refuse noise that others could take off again."""
+        if self.reproducible_noise:
+            raise FederationError(
+                "reproducible_noise draws the noise from the seed, which the server knows: leave it out where clients "
+                "are real."
+            )
+
+    def protect(self, method: FederatedModule, received: State, message: Message) -> None:
+        """At a site: clip and noise before anything leaves."""
+        self._received[message.client] = received
+        normal = SecretStream(new_key(), str(message.client)).normal
+        self._protect(message, self.noise_multiplier * self.clip, normal)
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """At the server: clip, and noise so that the mean hides any one client."""

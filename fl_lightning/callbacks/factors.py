@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -62,6 +62,9 @@ class FactorsCallback(Callback):
     Args:
         every: log after every so many rounds.
     """
+
+    #: It looks at what only clients see, and is refused where these are real.
+    simulations_only: ClassVar[bool] = True
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:

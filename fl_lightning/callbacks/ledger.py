@@ -47,8 +47,9 @@ class LedgerCallback(FederatedCallback):
 
     Messages of the same names, shapes and types have one *layout*, noted once. In the log folder ``ledger.csv`` grows
     by one line per message; at the end of a fit it also gets ``ledger_layouts.csv`` (the entries of every layout) and
-    ``ledger.md`` (the totals). A checkpoint keeps the totals and where the lines end, not the lines: keep the folder of
-    a run that is to be resumed. ``ledger/up_bytes_total`` and ``ledger/down_bytes_total`` are logged after every round.
+    ``ledger.md`` (the totals). ``ledger_joined.csv`` has what each client told when it joined. A checkpoint
+    keeps the totals and where the lines end, not the lines: keep the folder of a run that is to be resumed.
+    ``ledger/up_bytes_total`` and ``ledger/down_bytes_total`` are logged after every round.
     Nothing is compressed: these are the bytes that a later compression has to beat.
 
     Private are the entries of the net that the method says stay (``private_names``) and all names in a client's
@@ -82,8 +83,9 @@ class LedgerCallback(FederatedCallback):
             self._totals, self._rounds, self._now = dict.fromkeys(DIRECTIONS, Total()), 0, []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the file, or go on with it."""
+        """Begin the file, or go on with it, and write down what clients told when they joined."""
         self._journal.open(self._path(trainer), ",".join(Line._fields) + "\r\n")
+        self._write_joined(trainer, pl_module)
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
         """Forget messages of a round, or of its stages, that were broken off and are sent again."""
@@ -113,6 +115,7 @@ class LedgerCallback(FederatedCallback):
         path = self._path(trainer)
         if path is None:
             return
+        self._write_joined(trainer, pl_module)  # some joined late
         entries = ((i, *entry) for i, layout in enumerate(self.layouts) for entry in layout)
         path.with_name("ledger_layouts.csv").write_text(_csv(("layout", "name", "shape", "dtype", "bytes"), *entries))
         path.with_name("ledger.md").write_text(self.table())
@@ -162,6 +165,13 @@ class LedgerCallback(FederatedCallback):
         written = folder is not None and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
         return Path(folder) / "ledger.csv" if written else None  # type: ignore[arg-type]
 
+    def _write_joined(self, trainer: Trainer, module: Any) -> None:
+        path = self._path(trainer)
+        if path is not None:
+            told = ((c, one.samples, _shape(one.shape), _told(one.told)) for c, one in enumerate(module.roster))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name("ledger_joined.csv").write_text(_csv(("client", "samples", "shape", "told"), *told))
+
     def _close(self) -> None:
         """Write the round's lines, and count them among those of all rounds."""
         self._totals = {direction: self._total(direction) for direction in DIRECTIONS}
@@ -179,8 +189,7 @@ class LedgerCallback(FederatedCallback):
     def _note(self, trainer: Trainer, module: Any, client: int, direction: Direction, message: State) -> None:
         self._check(module, client, message)
         layout = tuple(
-            (n, "x".join(map(str, v.shape)) or "scalar", str(v.dtype).removeprefix("torch."), nbytes({n: v}))
-            for n, v in message.items()
+            (n, _shape(v.shape), str(v.dtype).removeprefix("torch."), nbytes({n: v})) for n, v in message.items()
         )
         if layout not in self.layouts:
             self.layouts.append(layout)
@@ -211,3 +220,12 @@ def _line(row: list[str]) -> Line:
     round, client, direction, layout, size, stage = row
     way: Direction = "up" if direction == "up" else "down"
     return Line(int(round), int(client), way, int(layout), int(size), int(stage))
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def _told(state: State) -> str:
+    """Entries with their values, where these are few."""
+    return "; ".join(f"{n} {v.flatten().tolist() if v.numel() <= 20 else _shape(v.shape)}" for n, v in state.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -31,6 +31,9 @@ class PoisoningCallback(Several, FederatedCallback):
         share: of the clients that are hostile.
         start: the first round of the attack.
     """
+
+    #: It looks at what only clients see, and is refused where these are real.
+    simulations_only: ClassVar[bool] = True
 
     def __init__(self, share: float = 0.1, start: int = 0) -> None:
         if not 0 < share <= 1:

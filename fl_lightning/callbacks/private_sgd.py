@@ -15,6 +15,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.accounting import Release, epsilon
 from fl_lightning.secret import SecretStream
+from fl_lightning.wire import Message, State
 
 #: What of a method private SGD replaces.
 REPLACED = ("moves", "opening", "draw_noise", "dropout_shapes")
@@ -59,15 +60,29 @@ class PrivateSGDCallback(FederatedCallback):
             raise FederationError("PrivateSGDCallback trains clients in one process: set workers=1.")
         self._sizes = dict(enumerate(pl_module.federation.train.sizes.tolist()))
         self._earlier, self.rounds = self._releases(), {}
+        self.install(pl_module)  # where clients are real sites, each does the same, and here it only counts
+
+    #: It works at the clients.
+    guards = True
+
+    def settings(self) -> dict[str, Any]:
+        """What it does at a client."""
+        return {"clip": self.clip, "noise_multiplier": self.noise_multiplier}
+
+    def install(self, method: FederatedModule) -> None:
+        """Let a method's clients train by private SGD."""
         self._private = PrivateSGD(
-            _plain(pl_module),
+            _plain(method),
             self.clip,
             self.noise_multiplier,
-            {name: tuple(p.shape) for name, p in pl_module.net.named_parameters() if p.requires_grad},
+            {name: tuple(p.shape) for name, p in method.net.named_parameters() if p.requires_grad},
             lambda: SecretStream().normal,
         )
         for name in REPLACED:
-            setattr(pl_module, name, getattr(self._private, name))
+            setattr(method, name, getattr(self._private, name))
+
+    def protect(self, method: FederatedModule, received: State, message: Message) -> None:
+        """Leave messages as they are: their entries were trained privately."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the method back as it was."""

@@ -1,0 +1,10 @@
+"""Clients on other machines: a site answers requests that are bytes, the server's ``Clients`` posts them."""
+
+from fl_lightning.remote.clients import RemoteClients
+from fl_lightning.remote.data import SiteData
+from fl_lightning.remote.run import RunConfiguration
+from fl_lightning.remote.site import Site
+from fl_lightning.remote.store import PrivateStore
+from fl_lightning.remote.transport import Transport
+
+__all__ = ["PrivateStore", "RemoteClients", "RunConfiguration", "Site", "SiteData", "Transport"]

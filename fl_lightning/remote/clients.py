@@ -1,0 +1,316 @@
+"""``RemoteClients``: the clients of a run where they really are, behind the protocol of simulated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from fl_lightning.errors import FederationError
+from fl_lightning.exchange import Scores
+from fl_lightning.federation import Federation, Split
+from fl_lightning.parties import Introduction, Messages, Returned, Setting
+from fl_lightning.remote.envelope import checksum, seal
+from fl_lightning.remote.members import Members, read
+from fl_lightning.remote.run import RunConfiguration
+from fl_lightning.remote.site import EVALUATE, TELL, TRAIN, WORK, scores_of
+from fl_lightning.remote.transport import Transport
+from fl_lightning.snapshots import ClientSnapshot
+from fl_lightning.wire import Message, State
+
+if TYPE_CHECKING:
+    from fl_lightning.module import FederatedModule
+
+#: A client's version of what it keeps, and its counters.
+Kept = tuple[str, ClientSnapshot]
+#: By number of the training: what clients said, and the tensors that they sent.
+Answer = tuple[int, list[dict[str, Any]], list[State]]
+
+
+class RemoteClients:
+    """Clients on other machines: posts messages, collects replies, knows who is absent, late, or has failed.
+
+    A client is bound to its node when it joins. What each client keeps lies at its site, in versions; the server knows
+    the name of the version that it counts on, which is in its checkpoints. The training of the next round travels with
+    the evaluation of the present one, so that a client gets one message a round.
+
+    Args:
+        method: the server's method, not trained yet.
+        transport: the way to the sites.
+        places: how many clients the federation has.
+        least: clients without which neither the run begins nor a round ends (of a stage with fewer, all of it); None
+            means all.
+        patience: seconds that the clients of a stage may take to answer.
+        attempts: how often those that a round needs are asked before the run ends.
+        callbacks: the run's callbacks; those that protect clients have to be at the sites, too.
+    """
+
+    simulated = False
+
+    def __init__(
+        self,
+        method: FederatedModule,
+        transport: Transport,
+        places: int,
+        least: int | None = None,
+        patience: float = 600.0,
+        attempts: int = 3,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        if not 1 <= (places if least is None else least) <= places:
+            raise FederationError(f"min_clients must lie between 1 and the {places} clients, not at {least}.")
+        self.method, self.transport, self.places = method, transport, places
+        self.least = places if least is None else least
+        self.patience, self.attempts = patience, attempts
+        self.run = RunConfiguration.of(method, callbacks)
+        self.members = Members(transport, places, self.run.fingerprint, patience, self._joined)
+        #: The version of what each number keeps that the server counts on, and those of the stage under way.
+        self.versions: dict[int, str] = {}
+        self.pending: dict[int, Kept] = {}
+        self._saved: dict[int, str] = {}
+        self._ahead: dict[int, tuple[Any, Returned, Kept | None]] = {}
+
+    # ---- who is there -----------------------------------------------------------------------------------------
+
+    def introduce(self) -> Sequence[Introduction]:
+        """What clients told when they joined; of a client that has not, that it has no samples."""
+        alone = [one for one in self.method.trainer.callbacks if getattr(one, "simulations_only", False)]  # type: ignore[attr-defined]
+        if alone:
+            raise FederationError(
+                f"{type(alone[0]).__name__} looks at what only clients see, which are elsewhere: use it in a "
+                "simulation."
+            )
+        self.wait()
+        return [self.members.introduction(client) for client in range(self.places)]
+
+    def blank(self) -> Federation:
+        """The federation without samples."""
+        return self.members.blank()
+
+    def wait(self) -> None:
+        """Wait for the clients that a run needs to begin with."""
+        self.members.wait(self.least)
+
+    def _joined(self, client: int) -> None:
+        """Let the server know of a client that joins late."""
+        if client < len(self.method.roster):
+            self.method.roster[client] = self.members.introduction(client)
+            self.method.datamodule.forget()
+
+    # ---- training ---------------------------------------------------------------------------------------------
+
+    def train(self, setting: Setting, messages: Messages, max_steps: int | None = None) -> Iterator[Returned]:
+        """Have clients train; those that answered ahead are not asked again."""
+        self.pending = {}
+        ahead, self._ahead = self._ahead, {}
+        left: dict[int, State] = {}
+        for number, message in messages.items():
+            known = ahead.get(number)
+            if known is None or max_steps is not None or known[0] != self._asked(number, setting, message):
+                left[number] = message
+                continue
+            yield self._took(known[1], known[2])
+        jobs = {n: [self._job(TRAIN, n, setting, {"max_steps": max_steps})] for n in left}
+        needed = min(self.least, len({self.method.client_of(number) for number in messages}))
+        needed -= len({self.method.client_of(number) for number in messages.keys() - left.keys()})
+        for number, said, sent in self._work(jobs, {n: [m] for n, m in left.items()}, needed):
+            yield self._took(*self._trained(number, said[0], sent[0]))
+
+    def _took(self, returned: Returned, kept: Kept | None) -> Returned:
+        if kept is not None:
+            self.pending[returned.message.client] = kept
+        return returned
+
+    def _trained(self, number: int, said: dict[str, Any], sent: State) -> tuple[Returned, Kept | None]:
+        """What a client that trained returns, and the version of what it keeps."""
+        loss = float(said["loss"])
+        message = Message(number, sent, said["samples"], loss)
+        counters = said["counters"]
+        kept = None if said["version"] is None else (str(said["version"]), ClientSnapshot({}, *map(int, counters)))
+        return Returned(message, bool(said["counts"]), bool(said["sound"])), kept
+
+    def gather(self, returned: list[Returned]) -> list[Returned]:
+        """All returns, in the order of the clients' numbers."""
+        return sorted(returned, key=lambda one: one.message.client)
+
+    def commit(self, numbers: Iterable[int], round: int) -> None:
+        """Count on the versions that these clients wrote."""
+        for number in numbers:
+            if number in self.pending:
+                self.versions[number], self.method.snapshots[number] = self.pending[number]
+        self.pending = {}
+
+    def reset(self) -> None:
+        """Forget replies to a round that did not begin."""
+        self.pending, self._ahead = {}, {}
+
+    # ---- evaluation -------------------------------------------------------------------------------------------
+
+    def evaluate(self, setting: Setting, messages: Messages, split: Split) -> Scores:
+        """Let clients score their models, and train for the next round already."""
+        module = self.method
+        coming = self._coming(split)
+        jobs: dict[int, list[dict[str, Any]]] = {}
+        parts: dict[int, list[State]] = {}
+        for client, message in messages.items():
+            jobs[client] = [self._job(EVALUATE, module.evaluated_as(client), setting, {"split": split}, client)]
+            parts[client] = [message]
+            for number, (following, sent) in coming.items():
+                if module.client_of(number) == client:
+                    jobs[client].append(self._job(TRAIN, number, following, {"max_steps": None}))
+                    parts[client].append(sent)
+        asked = {number: self._asked(number, *one) for number, one in coming.items()}
+        found = []
+        for client, said, answers in self._work(jobs, parts, min(self.least, len(messages))):
+            if said[0].get("scored"):
+                found.append(scores_of(answers[0], client))
+            for job, one, tensors in zip(jobs[client][1:], said[1:], answers[1:], strict=True):
+                number = job["number"]
+                self._ahead[number] = (asked[number], *self._trained(number, one, tensors))
+        if not found:
+            return Scores(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0), {})
+        return Scores.joined(sorted(found, key=lambda scores: int(scores.clients)))
+
+    def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
+        """What clients tell; all of them have to."""
+        number = self.method.evaluated_as
+        jobs = {client: [self._job(TELL, number(client), setting, {}, client)] for client in messages}
+        answers = self._work(jobs, {client: [message] for client, message in messages.items()}, len(messages))
+        return {client: sent[0] for client, _, sent in answers}
+
+    def _coming(self, split: Split) -> dict[int, tuple[Setting, State]]:
+        """The messages of the next round's first stage, by number; none where it is not known that there is one."""
+        module = self.method
+        trainer = module.trainer
+        last = trainer.max_epochs is not None and 0 < trainer.max_epochs <= module.completed_rounds
+        if (not trainer.training and not trainer.validating) or trainer.state.fn != "fit":
+            return {}
+        if last or trainer.sanity_checking or trainer.fast_dev_run or module.completed_stages:  # type: ignore[attr-defined]
+            return {}
+        return module.loop.coming()
+
+    # ---- posting ----------------------------------------------------------------------------------------------
+
+    def _job(
+        self, kind: str, number: int, setting: Setting, more: Mapping[str, Any], client: int | None = None
+    ) -> dict[str, Any]:
+        """What a client is to do, and the versions that it does it with."""
+        owner = self.method.client_of(number) if client is None else client
+        base = number if number in self.versions else owner
+        versions = {base: self.versions[base]} if base in self.versions else {}
+        return {"kind": kind, "number": number, "setting": astuple(setting), "versions": versions, **more}
+
+    def _asked(self, number: int, setting: Setting, message: State) -> tuple[Any, ...]:
+        """All that a client's training depends on, to tell whether it was asked for the same."""
+        return astuple(setting), self._job(TRAIN, number, setting, {})["versions"], checksum(message)
+
+    def _work(
+        self, jobs: Mapping[int, list[dict[str, Any]]], parts: Mapping[int, list[State]], needed: int
+    ) -> Iterator[Answer]:
+        """Post jobs, one request to a client, and yield what clients answered under the keys of the jobs.
+
+        Args:
+            jobs: by number of the training, or by client.
+            parts: the messages that belong to them.
+            needed: how many clients have to answer.
+        """
+        own: dict[int, list[int]] = {}
+        for key in jobs:
+            own.setdefault(self.method.client_of(key), []).append(key)
+        left, reasons = sorted(own), dict[int, str]()
+        for _ in range(self.attempts):
+            there = self.members.wait(needed, left) if needed > 0 else self.members.there(left)
+            reasons |= {client: "it is absent" for client in left if client not in there}
+            at = {self.members.nodes[client]: client for client in there}
+            requests = {
+                node: self._request([j for k in own[c] for j in jobs[k]], [p for k in own[c] for p in parts[k]])
+                for node, c in at.items()
+            }
+            for node, reply in self.transport.post(requests, self.patience):
+                client = at[node]
+                try:
+                    answers = list(self._answers(client, reply, {key: len(jobs[key]) for key in own[client]}))
+                except FederationError as error:
+                    reasons[client] = str(error)
+                    continue
+                left.remove(client)
+                needed -= 1
+                yield from answers
+            if not left or needed <= 0:
+                break
+        if left:
+            named = "; ".join(f"client {client}: {reasons.get(client, 'no answer')}" for client in left[:10])
+            if needed > 0:
+                raise FederationError(f"A round needs {needed} more of its clients: {named}")
+            rank_zero_warn(f"Round {self.method.completed_rounds}: went on without {named}")
+
+    def _request(self, jobs: list[dict[str, Any]], parts: list[State]) -> bytes:
+        numbers = {number for job in jobs for number in job["versions"]}
+        oldest = {n: min(_rounds(self.versions[n]), _rounds(self._saved.get(n, self.versions[n]))) for n in numbers}
+        header = {"kind": WORK, "run": self.run.fingerprint, "jobs": jobs, "oldest": oldest}
+        return seal(header, {str(place): part for place, part in enumerate(parts)})
+
+    def _answers(self, client: int, reply: bytes | str, asked: Mapping[int, int]) -> Iterator[Answer]:
+        """The parts of a client's reply, or a sentence on what is wrong with it.
+
+        Args:
+            client: the client.
+            reply: what its node sent.
+            asked: how many jobs there were, by key.
+        """
+        header, parts = read(reply)
+        if header.get("client") != client:
+            raise FederationError(f"it answered as client {header.get('client')!r}.")
+        replies = header.get("replies")
+        if type(replies) is not list or len(replies) != sum(asked.values()):
+            raise FederationError("it did not answer what it was asked.")
+        place = 0
+        for key, number in asked.items():
+            places = range(place, place + number)
+            said, sent = [replies[i] for i in places], [parts.get(str(i), {}) for i in places]
+            for one, tensors in zip(said, sent, strict=True):
+                _check_reply(one, tensors)
+            yield key, said, sent
+            place += number
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The versions that the server counts on, for a checkpoint."""
+        self._saved = dict(self.versions)
+        return {**self.method.snapshots.state_dict(), "versions": dict(self.versions)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on the versions of a checkpoint."""
+        if "versions" not in state:
+            raise FederationError(
+                "The checkpoint's clients were simulated, and what they keep is in it: real sites do not have it."
+            )
+        self.versions = {int(number): str(version) for number, version in state["versions"].items()}
+        self._saved = dict(self.versions)
+        self.method.snapshots.load_state_dict(state)
+
+
+def _check_reply(said: Any, sent: State) -> None:
+    """Refuse a reply that is not of the form; what is in a message is checked where it is aggregated."""
+    fits = type(said) is dict
+    if fits and "scored" in said:
+        fits = not said["scored"] or all(
+            name in sent and sent[name].numel() == 1 and sent[name].is_floating_point() | (name == "total")
+            for name in ("loss", "total")
+        )
+    if fits and "counts" in said:
+        counters = said.get("counters")
+        fits = type(said.get("samples")) is int and type(said.get("loss")) in (int, float)
+        fits &= said.get("version") is None or (
+            type(counters) is list and len(counters) == 3 and all(type(one) is int for one in counters)
+        )
+    if not fits:
+        raise FederationError("its answer is not of the form that was asked for.")
+
+
+def _rounds(version: str) -> int:
+    return int(version.split("-")[0])

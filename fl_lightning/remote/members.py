@@ -1,0 +1,190 @@
+"""Who has joined a federation: which node is which client, and what it told of itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from fl_lightning import signals
+from fl_lightning.errors import FederationError
+from fl_lightning.federation import Federation
+from fl_lightning.parties import Introduction
+from fl_lightning.remote.data import blank, dtype_named
+from fl_lightning.remote.envelope import Envelope, seal, unseal
+from fl_lightning.remote.site import JOIN, NOTE
+from fl_lightning.remote.transport import Transport
+
+#: Seconds between two looks at who is there.
+PAUSE = 0.2
+#: Seconds that a site may take to introduce itself.
+JOINING = 120.0
+#: Seconds after which a node that was not let in is asked again.
+AGAIN = 30.0
+#: What clients of one federation have in common.
+COMMON = ("shape", "tokens", "targets")
+
+
+class Members:
+    """Binds nodes to clients as they join; a node goes by the number that it joined with from then on.
+
+    Args:
+        transport: the way to the nodes.
+        places: how many clients the federation has.
+        run: fingerprint of the run that they have to have approved.
+        patience: seconds to wait for clients that are needed.
+        joined: called with the number of a client that joins for the first time.
+    """
+
+    def __init__(
+        self, transport: Transport, places: int, run: str, patience: float, joined: Callable[[int], None]
+    ) -> None:
+        self.transport, self.places, self.run, self.patience, self.joined = transport, places, run, patience, joined
+        #: The node of each client that has joined, and what it told then.
+        self.nodes: dict[int, str] = {}
+        self.told: dict[int, Envelope] = {}
+        self._refused: dict[str, float] = {}
+
+    def introduction(self, client: int) -> Introduction:
+        """What a client told when it joined; of one that has not, that it has no samples."""
+        some = self._someone()
+        shape, dtype = tuple(some["shape"]), None if some["tokens"] is None else dtype_named(some["tokens"])
+        if client not in self.told:
+            return Introduction(0, shape, dtype)
+        header, parts = self.told[client]
+        return Introduction(int(header["samples"]["train"]), shape, dtype, parts.get("told", {}))
+
+    def blank(self) -> Federation:
+        """The federation without samples; a client that has not joined counts as one with a single sample."""
+        some = self._someone()
+        single = {**some, "samples": dict.fromkeys(some["samples"], 1)}
+        return blank([self.told[c].header if c in self.told else single for c in range(self.places)])
+
+    def _someone(self) -> dict[str, Any]:
+        if not self.told:
+            raise FederationError("No client has joined yet.")
+        return next(iter(self.told.values())).header
+
+    def wait(self, number: int, clients: Iterable[int] | None = None) -> list[int]:
+        """Wait until so many of some clients are there, and return those that are.
+
+        Args:
+            number: how many are needed.
+            clients: of whom; None means all.
+        """
+        wanted = list(range(self.places) if clients is None else clients)
+        began, said = time.monotonic(), False
+        while True:
+            signals.check()
+            there = self.there(wanted)
+            if len(there) >= number:
+                return there
+            if time.monotonic() - began > self.patience:
+                raise FederationError(
+                    f"{len(there)} of the {number} clients that are needed were there within {self.patience:g} s "
+                    f"(missing: {listed(sorted(set(wanted) - set(there)))}): start them, lower min_clients, or raise "
+                    "the patience."
+                )
+            if not said:
+                rank_zero_info(f"Waiting for clients: {len(there)} of {number} are there.")
+                said = True
+            time.sleep(PAUSE)
+
+    def there(self, clients: Iterable[int]) -> list[int]:
+        """Those of some clients that can be reached now; nodes that are new introduce themselves first."""
+        present, now = set(self.transport.present()), time.monotonic()
+        self._refused = {node: when for node, when in self._refused.items() if node in present and now - when < AGAIN}
+        strangers = sorted(present - set(self.nodes.values()) - self._refused.keys())
+        if strangers:
+            request = seal({"kind": JOIN}, {})
+            for node, reply in self.transport.post(dict.fromkeys(strangers, request), min(JOINING, self.patience)):
+                self._join(node, reply, present)
+        return [client for client in clients if self.nodes.get(client) in present]
+
+    def _join(self, node: str, reply: bytes | str, present: set[str]) -> None:
+        """Bind a node to the client it says it is, or leave it out, saying why."""
+        try:
+            told = read(reply)
+            self._check(told.header, present)
+        except FederationError as error:
+            self._refuse(node, str(error))
+            return
+        client = told.header["client"]
+        known = client in self.told
+        self.nodes[client], self.told[client] = node, told
+        rank_zero_info(f"Client {client} {'is back' if known else 'has joined'}.")
+        if not known:
+            self.joined(client)
+
+    def _refuse(self, node: str, reason: str) -> None:
+        """Leave a node out for a while, and tell it why."""
+        self._refused[node] = time.monotonic()
+        rank_zero_warn(f"Node {node} was not let in: {reason}")
+        note = seal({"kind": NOTE, "note": f"The server did not let this site in: {reason}"}, {})
+        for _ in self.transport.post({node: note}, min(JOINING, self.patience)):
+            pass
+
+    def _check(self, header: dict[str, Any], present: set[str]) -> None:
+        """Say in a sentence why a node that introduces itself is not let in."""
+        client = header.get("client")
+        if type(client) is not int or not 0 <= client < self.places:
+            raise FederationError(
+                f"it says it is client {client!r}, but clients are numbered from 0 to {self.places - 1}."
+            )
+        if header.get("run") != self.run:
+            raise FederationError(
+                f"its operator approved the run {header.get('run')!r}, but this is {self.run}: use the same "
+                "configuration on both sides."
+            )
+        if self.nodes.get(client) in present:
+            raise FederationError(f"client {client} is there already, on node {self.nodes[client]}.")
+        _check_form(header)
+        for other, told in self.told.items():
+            different = [name for name in COMMON if header[name] != told.header[name]]
+            if different and other != client:
+                name = different[0]
+                raise FederationError(
+                    f"its data differs from that of client {other}: {name} {header[name]}, not {told.header[name]}."
+                )
+        before = self.told.get(client)
+        if before is not None and before.header["samples"] != header["samples"]:
+            raise FederationError(
+                f"client {client} had {before.header['samples']} samples when it joined and has {header['samples']} "
+                "now: use the data that it joined with."
+            )
+
+
+def read(reply: bytes | str) -> Envelope:
+    """A reply, or a sentence on why there is none."""
+    if isinstance(reply, str):
+        raise FederationError(reply)
+    envelope = unseal(reply)
+    if "refused" in envelope.header:
+        raise FederationError(f"it refused: {envelope.header['refused']}")
+    return envelope
+
+
+def _check_form(header: Mapping[str, Any]) -> None:
+    """Refuse an introduction that is not of the form."""
+    samples, targets, shape = header.get("samples"), header.get("targets"), header.get("shape")
+    if type(samples) is not dict or sorted(samples) != ["test", "train", "val"]:
+        raise FederationError("it does not say how many samples it has.")
+    if any(type(number) is not int or number < 0 for number in samples.values()) or not samples["train"]:
+        raise FederationError(f"it says that it has {samples} samples.")
+    known = type(targets) is list and len(targets) == 2 and type(header.get("classes")) is int and "tokens" in header
+    if not known or not _is_shape(shape) or not _is_shape(targets[0]):  # type: ignore[index]
+        raise FederationError("it does not say what its samples are like.")
+    for name in (targets[1], header["tokens"]):  # type: ignore[index]
+        if name is not None:
+            dtype_named(name)
+
+
+def _is_shape(value: Any) -> bool:
+    return type(value) is list and all(type(size) is int and size >= 0 for size in value)
+
+
+def listed(clients: Sequence[int]) -> str:
+    """Numbers for a sentence, ten at most."""
+    return ", ".join(map(str, clients[:10])) + (" and others" if len(clients) > 10 else "")

@@ -1,0 +1,95 @@
+"""What a site's operator approves: method, settings and net of a run, and a fingerprint of all that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from fl_lightning.engine import entries
+from fl_lightning.persistence import FREE
+from fl_lightning.remote.envelope import checksum
+from fl_lightning.wire import Message, State
+
+if TYPE_CHECKING:
+    from fl_lightning.module import FederatedModule
+
+#: Characters of a fingerprint.
+DIGITS = 16
+#: What is said of a run in which nothing protects clients.
+UNPROTECTED = "none: the server sees the messages of this client as they are"
+#: Settings that are the server's or of one machine alone.
+LOCAL = (*FREE, "server_optimizer", "aggregation", "weighting")
+
+
+@runtime_checkable
+class Guard(Protocol):
+    """A callback that protects a client: where clients are sites, it works at each of them."""
+
+    @property
+    def guards(self) -> bool:
+        """Whether it has something to do at a client."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """What it does, as plain values."""
+        ...
+
+    def install(self, method: FederatedModule) -> None:
+        """Prepare a client's method."""
+        ...
+
+    def protect(self, method: FederatedModule, received: State, message: Message) -> None:
+        """Change a client's message before it leaves."""
+        ...
+
+
+class RunConfiguration(NamedTuple):
+    """All that decides what a client computes and sends, as plain values.
+
+    Both sides make it of their own configuration, before training; where the fingerprints differ the site refuses.
+    """
+
+    method: str
+    settings: dict[str, str]
+    net: str
+    """Class of the net and a checksum of its structure and initial weights."""
+    seed: int
+    guards: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, method: FederatedModule, callbacks: Sequence[Any] = ()) -> RunConfiguration:
+        """The configuration of a method that was not trained yet.
+
+        Args:
+            method: the method.
+            callbacks: those of the run; of them the ones count that protect clients.
+        """
+        settings = {name: _text(value) for name, value in sorted(method.hparams.items()) if name not in LOCAL}
+        guards = {type(one).__name__: one.settings() for one in callbacks if isinstance(one, Guard) and one.guards}
+        net = f"{type(method.net).__name__} {checksum(entries(method.net))[:DIGITS]}"
+        return cls(type(method).__name__, settings, net, method.seed, guards)
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of all of it."""
+        text = json.dumps(self._asdict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+    def lines(self) -> list[str]:
+        """The configuration for a person who is to approve it."""
+        given = ", ".join(f"{name} {value}" for name, value in self.settings.items() if value != "None")
+        guards = [f"{name}: {', '.join(f'{k} {v}' for k, v in one.items())}" for name, one in self.guards.items()]
+        return [
+            f"method       {self.method}",
+            f"settings     {given}",
+            f"net          {self.net}",
+            f"seed         {self.seed}",
+            f"protection   {'; '.join(guards) or UNPROTECTED}",
+            f"fingerprint  {self.fingerprint}",
+        ]
+
+
+def _text(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)

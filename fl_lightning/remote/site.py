@@ -1,0 +1,258 @@
+"""One client of a federation where its data is: it answers requests, and keeps what is its own on its own disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fl_lightning.errors import FederationError
+from fl_lightning.exchange import Scores
+from fl_lightning.federation import ClientIndex, Federation, Split
+from fl_lightning.parties import JOINING, LocalData, Me, Memory, Setting
+from fl_lightning.remote.envelope import Envelope, seal, unseal
+from fl_lightning.remote.run import Guard, RunConfiguration
+from fl_lightning.remote.store import PrivateStore
+from fl_lightning.simulation import SimulatedClients
+from fl_lightning.snapshots import ClientSnapshot
+from fl_lightning.wire import State, under
+
+if TYPE_CHECKING:
+    from fl_lightning.module import FederatedModule
+
+log = logging.getLogger(__name__)
+#: Kinds of requests.
+JOIN, WORK, NOTE = "join", "work", "note"
+#: Kinds of jobs in a request to work.
+TRAIN, EVALUATE, TELL = "train", "evaluate", "tell"
+#: Characters of what a server says that are written to the log.
+MOST = 500
+
+
+class OwnClient(SimulatedClients):
+    """The one client of a site, played by its method object on its own data.
+
+    Args:
+        method: the method, without a Trainer.
+        client: the client's number in the federation.
+        data: its samples, a federation of one.
+    """
+
+    def __init__(self, method: FederatedModule, client: int, data: Federation) -> None:
+        super().__init__(method)
+        self.client, self.data = client, LocalData(data, 0)
+        self._memory = Memory()
+        #: The number that the client goes by.
+        self.number = client
+
+    @property
+    def federation(self) -> Federation:
+        """The client's own samples."""
+        return self.data.source
+
+    def me(self, number: int, setting: Setting) -> Me:
+        """The client as it sees itself."""
+        snapshots = self.method.snapshots
+        kept = snapshots[number if number in snapshots else self.client]
+        rest = (setting.round, setting.rounds, setting.stage, setting.clients, self.method.seed, kept.private)
+        return Me(self.client, number, *rest, self.data, memory=self._memory)
+
+    def evaluated(self, client: int) -> int:
+        """The number that the server named."""
+        return self.number
+
+
+class Site:
+    """Answers the requests of a federation's server for one client.
+
+    It accepts the run that its operator approved and no other, sends what the method's ``leave`` says and never an
+    entry that is private, and writes what the client keeps before it answers.
+
+    Args:
+        client: the client's number in the federation, from 0.
+        method: the method, made of the site's own copy of the run's configuration.
+        data: the client's samples, a federation of one.
+        store: where it keeps what is its own.
+        run: what the operator approved; None means what the method is.
+        guards: callbacks of the run that protect clients.
+    """
+
+    def __init__(
+        self,
+        client: int,
+        method: FederatedModule,
+        data: Federation,
+        store: PrivateStore,
+        run: RunConfiguration | None = None,
+        guards: Sequence[Any] = (),
+    ) -> None:
+        if data.num_clients != 1:
+            raise FederationError(f"A site holds the data of one client, not of {data.num_clients}.")
+        self.client, self.method, self.store = client, method, store
+        self.run = RunConfiguration.of(method, guards) if run is None else run
+        self.guards = [one for one in guards if isinstance(one, Guard) and one.guards]
+        for guard in self.guards:
+            guard.install(method)
+        self.own = OwnClient(method, client, data)
+        method.exchange = self.own
+        self._loaded: dict[int, str] = {}
+        self._jobs: Mapping[str, Callable[[dict[str, Any], Setting, State], tuple[dict[str, Any], State]]] = {
+            TRAIN: self._train,
+            EVALUATE: self._evaluate,
+            TELL: self._tell,
+        }
+
+    def introduction(self) -> Envelope:
+        """What the site tells when it joins, for its operator to read before it is sent."""
+        data, setting = self.own.federation, Setting(stage=JOINING)
+        tokens = not data.inputs.is_floating_point() and data.mean is None
+        header = {
+            "client": self.client,
+            "run": self.run.fingerprint,
+            "samples": self.own.data.sizes() | ({} if data.val is not None else {"val": 0}),
+            "shape": list(data.inputs.shape[1:]),
+            "tokens": _name(data.inputs.dtype) if tokens else None,
+            "classes": data.num_classes,
+            "targets": [list(data.targets.shape[1:]), _name(data.targets.dtype)],
+        }
+        return Envelope(header, {"told": self.method.introduce(self.own.me(self.client, setting))})
+
+    def answer(self, request: bytes) -> bytes:
+        """The reply to a request; what is refused or goes wrong is said in it, in one sentence."""
+        try:
+            header, parts = unseal(request)
+            if header.get("kind") == JOIN:
+                return seal(*self.introduction())
+            if header.get("kind") == NOTE:
+                log.warning("%s", " ".join(str(header.get("note"))[:MOST].split()))
+                return seal({"client": self.client}, {})
+            return self._work(header, parts)
+        except FederationError as error:
+            reason = " ".join(str(error).split())
+        except Exception as error:
+            log.exception("A request could not be answered")
+            reason = f"the site could not answer ({type(error).__name__}); its log says why"
+        log.warning("Refused: %s", reason)
+        return seal({"client": self.client, "refused": reason}, {})
+
+    def _work(self, header: dict[str, Any], parts: dict[str, State]) -> bytes:
+        """Do the jobs of a request, one after the other."""
+        if header.get("run") != self.run.fingerprint:
+            raise FederationError(
+                f"The site's operator approved the run {self.run.fingerprint}, not {header.get('run')!r}: use the same "
+                "configuration on both sides."
+            )
+        replies: list[dict[str, Any]] = []
+        sent: dict[str, State] = {}
+        for place, job in enumerate(header["jobs"]):
+            self._hold(job)
+            said, tensors = self._jobs[job["kind"]](job, Setting(*job["setting"]), parts.get(str(place), {}))
+            self._check_private(tensors)
+            replies.append(said)
+            sent[str(place)] = tensors
+        for number, oldest in header.get("oldest", {}).items():
+            self.store.prune(int(number), int(oldest))
+        return seal({"client": self.client, "replies": replies}, sent)
+
+    def _hold(self, job: dict[str, Any]) -> None:
+        """Have the versions at hand that the server counts on, and no others."""
+        wanted = {int(number): version for number, version in job["versions"].items()}
+        snapshots = self.method.snapshots
+        for number in set(snapshots) - wanted.keys():
+            del snapshots[number]
+            self._loaded.pop(number, None)
+        for number, version in wanted.items():
+            if self._loaded.get(number) != version:
+                snapshots[number] = self.store.load(number, version)
+                self._loaded[number] = version
+        self.method.snapshots.to(self.method.device, self.method.compute_dtype)
+
+    def _train(self, job: dict[str, Any], setting: Setting, received: State) -> tuple[dict[str, Any], State]:
+        """One local training; what the client keeps is on the disk before anything is sent."""
+        number, own = int(job["number"]), self.own
+        (returned,) = own.gather(list(own.train(setting, {number: received}, job.get("max_steps"))))
+        version = None
+        if number in own.pending and returned.sound:
+            version = self.store.save(number, own.pending[number])
+        message = returned.message
+        for guard in self.guards:
+            guard.protect(self.method, received, message)
+        said = {
+            "number": number,
+            "samples": message.samples,
+            "loss": message.loss,
+            "counts": returned.counts,
+            "sound": returned.sound,
+            "version": version,
+            "counters": None if version is None else _counters(own.pending[number]),
+        }
+        return said, message.tensors
+
+    def _evaluate(self, job: dict[str, Any], setting: Setting, received: State) -> tuple[dict[str, Any], State]:
+        """Scores on the client's own samples of a split."""
+        split: Split = job["split"]
+        self.own.number = int(job["number"])
+        if not self.own.data.sizes()[split]:
+            return {"scored": False}, {}
+        found: Scores = self.own.evaluate(setting, {self.client: received}, split)
+        metrics = {f"metric.{name}": value for name, value in found.metrics.items()}
+        return {"scored": True}, {"loss": found.loss, "total": found.total, **metrics}
+
+    def _tell(self, job: dict[str, Any], setting: Setting, received: State) -> tuple[dict[str, Any], State]:
+        """What the method's clients tell besides their scores."""
+        self.own.number = int(job["number"])
+        return {}, dict(self.own.tell(setting, {self.client: received})[self.client])
+
+    def _check_private(self, sent: State) -> None:
+        """Let no private entry leave, whatever the method's ``leave`` makes."""
+        kept = {name for number in self.method.snapshots for name in self.method.snapshots[number].private}
+        leaked = sorted((set(self.method.private_names) | kept).intersection(sent))
+        if leaked:
+            raise FederationError(
+                f"The client's message would carry {', '.join(leaked)}, which {type(self.method).__name__} says stays "
+                "with the client: nothing was sent."
+            )
+
+
+def scores_of(tensors: State, client: int) -> Scores:
+    """The scores that a site sent."""
+    return Scores(torch.tensor([client]), tensors["loss"], tensors["total"], under("metric.", tensors))
+
+
+def alone(whole: Federation, client: int, number: int | None = None) -> Federation:
+    """One client's part of a federation as a federation of one, without anybody else's samples.
+
+    Args:
+        whole: the data.
+        client: whose part.
+        number: the number that the client goes by; None keeps its own.
+    """
+    index = {split: whole.index(split)[client] for split in ("train", "val", "test")}
+    if whole.val is None:
+        del index["val"]
+    rows = torch.cat(list(index.values()))
+    places = dict(zip(index, torch.split(torch.arange(len(rows)), [len(part) for part in index.values()]), strict=True))
+    parts = {split: ClientIndex.of([place]) for split, place in places.items()}
+    return replace(
+        whole,
+        inputs=whole.inputs[rows],
+        targets=whole.targets[rows],
+        train=parts["train"],
+        test=parts["test"],
+        val=parts.get("val"),
+        global_test=None,
+        label_maps=None if whole.label_maps is None else whole.label_maps[client][None],
+        meta={name: [values[client]] for name, values in whole.meta.items()},
+        numbers=(client if number is None else number,),
+    )
+
+
+def _counters(snapshot: ClientSnapshot) -> list[int]:
+    return [snapshot.rounds, snapshot.steps, snapshot.last_round]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,94 @@
+"""What a site keeps between rounds, on its own disk: a version for every round, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from pathlib import Path
+
+from fl_lightning.checkpoints import replace
+from fl_lightning.errors import FederationError
+from fl_lightning.remote.envelope import seal, unseal
+from fl_lightning.snapshots import ClientSnapshot
+
+#: Versions before the one that the server counts on which are kept, for a server that is set back.
+KEPT = 8
+#: Bytes of the random part of a version's name, and of the checksum at the end of its file.
+RANDOM, CHECKSUM = 8, 32
+_VERSION = re.compile(rf"\d+-[0-9a-f]{{{2 * RANDOM}}}")
+
+
+class PrivateStore:
+    """Versions of a client's private entries in a folder that only the site's user can read.
+
+    A version is named by how many rounds the client has trained and a random number, which tells the server nothing of
+    what is in the file. One that was damaged or exchanged is refused.
+
+    Args:
+        folder: where the files go; made if need be.
+        kept: how many versions before the one that the server counts on are kept.
+    """
+
+    def __init__(self, folder: str | Path, kept: int = KEPT) -> None:
+        self.folder, self.kept = Path(folder), kept
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise FederationError(
+                f"What the client keeps cannot be written to {self.folder} ({error.strerror}): name another folder."
+            ) from error
+
+    def save(self, number: int, snapshot: ClientSnapshot) -> str:
+        """Write a new version and return its name, once it is on the disk."""
+        counters = [snapshot.rounds, snapshot.steps, snapshot.last_round]
+        version = f"{snapshot.rounds}-{secrets.token_hex(RANDOM)}"
+        header = {"number": number, "version": version, "counters": counters}
+        data = seal(header, {"private": snapshot.private})
+        data += hashlib.sha256(data).digest()
+        try:
+            replace(self._path(number, version), data)
+        except OSError as error:
+            raise FederationError(
+                f"What the client keeps cannot be written to {self.folder} ({error.strerror}): free some space."
+            ) from error
+        return version
+
+    def load(self, number: int, version: str) -> ClientSnapshot:
+        """The version that the server counts on."""
+        if not _VERSION.fullmatch(version):
+            raise FederationError(f"{version!r} is no version of what a client keeps.")
+        path = self._path(number, version)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise FederationError(
+                f"The server counts on version {version} of what client {number} keeps, which is not in {self.folder}: "
+                "bring back the folder from a backup, or start a run of another name."
+            ) from error
+        if hashlib.sha256(data[:-CHECKSUM]).digest() != data[-CHECKSUM:]:
+            raise FederationError(f"{path} was damaged: bring it back from a backup.")
+        header, parts = unseal(data[:-CHECKSUM])
+        if (header["number"], header["version"]) != (number, version):
+            raise FederationError(f"{path} holds another version, {header['version']}: bring it back from a backup.")
+        return ClientSnapshot(parts["private"], *header["counters"])
+
+    def prune(self, number: int, oldest: int) -> None:
+        """Remove versions of a number that are too old to be counted on again.
+
+        Args:
+            number: whose versions.
+            oldest: rounds of the oldest version that the server counts on.
+        """
+        for path in self.folder.glob(f"{number}.*.safetensors"):
+            version = path.name.split(".")[1]
+            if int(version.split("-")[0]) < oldest - self.kept:
+                path.unlink(missing_ok=True)
+
+    def versions(self, number: int) -> list[str]:
+        """All versions of a number, the oldest first."""
+        found = (path.name.split(".")[1] for path in self.folder.glob(f"{number}.*.safetensors"))
+        return sorted(found, key=lambda version: int(version.split("-")[0]))
+
+    def _path(self, number: int, version: str) -> Path:
+        return self.folder / f"{number}.{version}.safetensors"

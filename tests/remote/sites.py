@@ -1,0 +1,97 @@
+"""Sites in this process: objects of their own, which share nothing with the server but bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.federation import Federation
+from fl_lightning.module import FederatedModule
+from fl_lightning.remote import PrivateStore, RemoteClients, Site, SiteData
+from fl_lightning.remote.site import alone
+from tests.golden import cases
+from tests.support import fit
+
+#: Changes a reply on its way, or gives none: by node, request and reply.
+Meddle = Callable[[str, bytes, bytes], "bytes | str"]
+
+
+class InProcess:
+    """A transport that calls the sites."""
+
+    def __init__(self, sites: Mapping[str, Site], meddle: Meddle | None = None) -> None:
+        self.sites, self.meddle = dict(sites), meddle
+        self.absent: set[str] = set()
+        self.sent: list[tuple[str, bytes, bytes]] = []
+
+    def present(self) -> list[str]:
+        return [node for node in self.sites if node not in self.absent]
+
+    def post(self, requests: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, bytes | str]]:
+        for node, request in requests.items():
+            if node in self.absent:
+                yield node, "it is gone"
+                continue
+            reply = self.sites[node].answer(request)
+            self.sent.append((node, request, reply))
+            yield node, reply if self.meddle is None else self.meddle(node, request, reply)
+
+    def close(self) -> None:
+        self.absent = set(self.sites)
+
+
+def site(make: Callable[[], FederatedModule], client: int, whole: Federation, folder: Path, **options: Any) -> Site:
+    """A client that has nothing of the others, in the precision of the tests."""
+    method = make().double()
+    return Site(client, method, alone(whole, client), PrivateStore(folder / str(client)), **options)
+
+
+def network(make: Callable[[], FederatedModule], whole: Federation, folder: Path) -> dict[str, Site]:
+    """All clients of a federation, by the names of their nodes."""
+    whole.inputs.data = whole.inputs.double() if whole.inputs.is_floating_point() else whole.inputs
+    return {f"node-{client}": site(make, client, whole, folder) for client in range(whole.num_clients)}
+
+
+def serve(
+    server: FederatedModule,
+    transport: InProcess,
+    clients: int,
+    rounds: int = 3,
+    fraction: float = 1.0,
+    ckpt_path: str | None = None,
+    least: int | None = None,
+    patience: float = 5.0,
+    callbacks: Sequence[Any] = (),
+    **options: Any,
+) -> Any:
+    """Fit a server whose clients are at the other end of a transport."""
+    server.double()  # as the Trainer would
+    remote = RemoteClients(server, transport, clients, least, patience, callbacks=callbacks)
+    server.exchange = remote
+    data = SiteData(remote, fraction, seed=0)
+    return fit(server, data, rounds, ckpt_path, callbacks=list(callbacks), **options)
+
+
+def case_network(case: cases.Case, net: str, policy: str, folder: Path) -> InProcess:
+    """The clients of a golden case."""
+    return InProcess(network(lambda: made(case, net, policy), cases.data(case).federation, folder))
+
+
+def made(case: cases.Case, net: str, policy: str) -> FederatedModule:
+    """A case's method, trained one client at a time."""
+    more = {"rounds": cases.ROUNDS} if case.method == "WAFFLEAvg" else {}  # not those until a restart
+    return case.make(net, policy, "sequential", **more)
+
+
+def kept(transport: InProcess, server: FederatedModule) -> dict[str, Any]:
+    """All that the sites have of the versions that the server counts on, by number and name."""
+    import torch
+
+    found: dict[str, Any] = {}
+    assert isinstance(server.exchange, RemoteClients)
+    for number, version in server.exchange.versions.items():
+        shot = transport.sites[f"node-{server.client_of(number)}"].store.load(number, version)
+        found |= {f"{number}.{name}": value for name, value in shot.private.items()}
+        found[f"{number}.counters"] = torch.tensor([shot.rounds, shot.steps, shot.last_round])
+    return found
