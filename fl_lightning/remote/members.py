@@ -59,7 +59,7 @@ class Members:
     def blank(self) -> Federation:
         """The federation without samples; a client that has not joined counts as one with a single sample."""
         some = self._someone()
-        single = {**some, "samples": dict.fromkeys(some["samples"], 1)}
+        single = {**some, "samples": {split: min(number, 1) for split, number in some["samples"].items()}}
         return blank([self.told[c].header if c in self.told else single for c in range(self.places)])
 
     def _someone(self) -> dict[str, Any]:
