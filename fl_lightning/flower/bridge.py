@@ -1,0 +1,247 @@
+"""Ends of the bridges: the transport of the training process, and the worker of a site."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import FederationError
+from fl_lightning.flower.sockets import Door, receive, send
+
+log = logging.getLogger(__name__)
+
+#: Seconds that present() waits for Flower, and after which the app is submitted again.
+PATIENCE, AGAIN = 120.0, 60.0
+#: Seconds that Flower keeps a message longer than a reply is awaited, so that a late one can be named.
+LATE = 600.0
+
+
+class GridTransport:
+    """Passes messages to the nodes of a Flower federation and their replies back.
+
+    Args:
+        socket: Where this process listens for the ServerApp.
+        submit: Has Flower start the ServerApp; called again whenever it has ended.
+        patience: Seconds that ``present`` waits for Flower.
+    """
+
+    def __init__(self, socket: Path, submit: Callable[[], None], patience: float = PATIENCE) -> None:
+        self.patience = patience
+        self._submit = submit
+        self._door = Door(socket)
+        self._changed = threading.Condition()
+        self._connection: Connection[Any, Any] | None = None
+        self._names: dict[int, str] = {}
+        self._ready = False
+        self._number = int(time.time() * 1000)  # numbers of an earlier process mean nothing here
+        self._waiting: dict[int, str] = {}
+        self._arrived: dict[int, bytes | str] = {}
+        self._late: dict[int, tuple[str, float]] = {}
+        self._closed = threading.Event()
+        self._sending = threading.Lock()
+        for work in (self._accept, self._supervise):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+
+    def present(self) -> list[str]:
+        """Names of the nodes that are online now; none if Flower does not answer in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ready or self._closed.is_set(), self.patience):
+                log.warning("Flower has not answered for %.0f s.", self.patience)
+            return sorted(self._names.values())
+
+    def post(self, requests: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, bytes | str]]:
+        """Send a request to each node and yield the replies as they come, or a sentence for a node that failed.
+
+        Args:
+            requests: Bytes by name of node.
+            seconds: How long to wait for replies; what comes later is left out, and said.
+        """
+        until = time.monotonic() + seconds
+        numbers: dict[int, str] = {}
+        for name, payload in requests.items():
+            number, sentence = self._send(name, payload, seconds)
+            if sentence:
+                yield name, sentence
+            else:
+                numbers[number] = name
+        while numbers:
+            with self._changed:
+                self._changed.wait_for(lambda: any(n in self._arrived for n in numbers), until - time.monotonic())
+                came = {number: self._arrived.pop(number) for number in numbers if number in self._arrived}
+                if not came:  # time is up
+                    for number, name in numbers.items():
+                        self._waiting.pop(number, None)
+                        self._late[number] = name, time.monotonic()
+            for number, reply in came.items():
+                yield numbers.pop(number), reply
+            if not came:
+                yield from ((name, f"{name} did not answer within {seconds:g} s.") for name in numbers.values())
+                return
+
+    def close(self) -> None:
+        """End the ServerApp and listen no more."""
+        self._closed.set()
+        with self._changed:
+            connection, self._connection = self._connection, None
+            self._changed.notify_all()
+        if connection is not None:
+            connection.close()
+        self._door.close()
+
+    def _send(self, name: str, payload: bytes, seconds: float) -> tuple[int, str]:
+        """Send one request: its number, or a sentence that says why it could not be sent."""
+        with self._changed:
+            node = next((node for node, known in self._names.items() if known == name), None)
+            connection = self._connection
+            if connection is None:
+                return 0, f"{name} was not asked: the superlink does not answer."
+            if node is None:
+                return 0, f"{name} is not online."
+            self._number += 1
+            number = self._number
+            self._waiting[number] = name
+        try:
+            with self._sending:
+                send(connection, "ask", payload, number=number, node=str(node), ttl=seconds + LATE)
+        except (OSError, ValueError):
+            self._lost(connection)
+        return number, ""
+
+    def _accept(self) -> None:
+        """Take connections of ServerApps; the newest counts."""
+        while not self._closed.is_set():
+            connection = self._door.accept(1.0)
+            if connection is None:
+                continue
+            with self._changed:
+                earlier, self._connection = self._connection, connection
+            if earlier is not None:
+                self._lost(earlier)
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: Connection[Any, Any]) -> None:
+        """Take what a ServerApp says until it is gone."""
+        while True:
+            try:
+                header, payload = receive(connection)
+            except (EOFError, OSError, ValueError, KeyError):
+                self._lost(connection)
+                return
+            with self._changed:
+                if connection is not self._connection:
+                    return
+                self._take(header, payload)
+                self._changed.notify_all()
+
+    def _take(self, header: dict[str, Any], payload: bytes) -> None:
+        """Put away what a ServerApp said."""
+        if header["kind"] == "nodes":
+            self._names = _names({int(node): str(name) for node, name in header["nodes"].items()})
+            self._ready = True
+            return
+        number = int(header["number"])
+        name = self._waiting.pop(number, None)
+        if name is not None:
+            failed = header["kind"] == "failed"
+            self._arrived[number] = f"{name} did not answer: {header['reason']}." if failed else payload
+        elif number in self._late:
+            late, since = self._late.pop(number)
+            if header["kind"] == "reply":
+                seconds = time.monotonic() - since
+                log.warning("%s answered %.1f s after the time limit; its reply is left out.", late, seconds)
+
+    def _lost(self, connection: Connection[Any, Any]) -> None:
+        """Give up what a connection that is gone would have answered."""
+        with self._changed:
+            if self._connection in (connection, None):
+                self._connection, self._ready, self._names = None, False, {}
+            for number, name in self._waiting.items():
+                self._arrived[number] = f"{name} did not answer: the connection to the superlink was lost."
+            self._waiting.clear()
+            self._late.clear()
+            self._changed.notify_all()
+
+    def _supervise(self) -> None:
+        """Have the ServerApp started whenever none is connected."""
+        said = ""
+        while not self._closed.is_set():
+            with self._changed:
+                there = self._connection is not None
+            if there:
+                said = ""
+                self._closed.wait(0.5)
+                continue
+            try:
+                self._submit()
+            except FederationError as error:
+                if str(error) != said:
+                    log.warning("%s Trying again.", error)
+                said = str(error)
+                self._closed.wait(2.0)
+                continue
+            with self._changed:
+                self._changed.wait_for(lambda: self._connection is not None or self._closed.is_set(), AGAIN)
+
+
+class Worker:
+    """Answers messages in the calling thread, one after the other.
+
+    Args:
+        socket: Where it listens for ClientApps.
+        answer: Gives the reply to a request. What it raises as a FederationError is told to the server as it is; of any
+            other exception the server hears that there was one, and no more.
+    """
+
+    def __init__(self, socket: Path, answer: Callable[[bytes], bytes]) -> None:
+        self._door, self._answer = Door(socket), answer
+        self._stopped = threading.Event()
+
+    def serve(self) -> None:
+        """Answer until ``stop``."""
+        try:
+            while not self._stopped.is_set():
+                connection = self._door.accept(0.5)
+                if connection is not None:
+                    with connection:
+                        self._one(connection)
+        finally:
+            self._door.close()
+
+    def stop(self) -> None:
+        """Have ``serve`` return after the message that it is at."""
+        self._stopped.set()
+
+    def _one(self, connection: Connection[Any, Any]) -> None:
+        """Answer one ClientApp."""
+        try:
+            _, request = receive(connection)
+        except (EOFError, OSError, ValueError, KeyError):
+            return
+        reason, reply = "", b""
+        try:
+            reply = self._answer(request)
+        except FederationError as error:
+            reason = str(error).rstrip(".")
+        except Exception:
+            log.exception("This site could not answer a message; the server is told that, and not why.")
+            reason = "its worker failed; the site's own log says why"
+        try:
+            if reason:
+                send(connection, "failed", reason=reason)
+            else:
+                send(connection, "reply", reply)
+        except OSError:
+            log.warning("A ClientApp ended before it took its reply.")
+
+
+def _names(given: Mapping[int, str]) -> dict[int, str]:
+    """Names of nodes: those that were registered, or numbers where two are alike or there is none."""
+    counts: dict[str, int] = {}
+    for name in given.values():
+        counts[name] = counts.get(name, 0) + 1
+    return {node: name if name and counts[name] == 1 else str(node) for node, name in given.items()}

@@ -1,0 +1,158 @@
+"""Processes of Flower as children: heard, started again when they end, and ended with this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import fl_lightning
+from fl_lightning.flower.launch import write_scripts
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a child is given to end by itself; Flower's own limit is 5.
+FAREWELL = 8.0
+#: Seconds between polls of Flower's processes for work.
+POLL = 0.25
+#: Seconds before a child is started again: the first time, and at most.
+PAUSE, LONGEST_PAUSE = 1.0, 30.0
+#: Lines that say only that a request was answered.
+_ROUTINE = ('" 200', "HTTP Request: ")
+
+
+def environment(home: Path) -> dict[str, str]:
+    """The environment of Flower's processes: their files under a home folder, no telemetry, our scripts first."""
+    scripts, flower = home.resolve() / "bin", home.resolve() / "flwr"
+    write_scripts(scripts)
+    flower.mkdir(parents=True, exist_ok=True, mode=0o700)
+    root = str(Path(fl_lightning.__file__).resolve().parent.parent)
+    paths = [root, *(os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
+    hosts = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1,localhost"]))
+    return {
+        **os.environ,
+        "FLWR_HOME": str(flower),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL),
+        "PATH": os.pathsep.join([str(scripts), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONUNBUFFERED": "1",
+        "NO_PROXY": hosts,
+        "no_proxy": hosts,
+    }
+
+
+class Child:
+    """A process that is kept running.
+
+    Args:
+        name: What it is called in its log.
+        command: Gives the command line; called before every start.
+        env: Its environment.
+        output: File that its output is added to.
+        hear: Called with every line of its output.
+        judge: Called with its last lines when it has ended by itself: seconds to wait before the next start, or None
+            for a pause that grows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        env: Mapping[str, str],
+        output: Path,
+        hear: Callable[[str], None] = lambda line: None,
+        judge: Callable[[str], float | None] = lambda last: None,
+    ) -> None:
+        self.name, self.command, self.env, self.output = name, command, dict(env), output
+        self.hear, self.judge = hear, judge
+        self.starts = 0
+        self.process: subprocess.Popen[str] | None = None
+        self._ended = threading.Event()
+        self._first = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._last: list[str] = []
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process, or None while there is none."""
+        process = self.process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def last(self) -> str:
+        """Its last lines."""
+        return "\n".join(self._last)
+
+    def start(self) -> None:
+        """Start it, and again whenever it ends, until ``stop``."""
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._keep, name=f"keeper of {self.name}", daemon=True)
+        self._thread.start()
+        self._first.wait(FAREWELL)
+
+    def stop(self) -> None:
+        """End it and wait until it has ended."""
+        self._ended.set()
+        process = self.process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(FAREWELL)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._thread is not None:
+            self._thread.join(FAREWELL)
+
+    def _keep(self) -> None:
+        """Start, hear, wait: in one thread that lives as long, because the system ends a child with its thread."""
+        pause = PAUSE
+        while not self._ended.is_set():
+            began = time.monotonic()
+            self._run()
+            if self._ended.is_set():
+                return
+            if time.monotonic() - began > 2 * LONGEST_PAUSE:
+                pause = PAUSE
+            seconds = self.judge(self.last())
+            if seconds is None:
+                seconds, pause = pause, min(2 * pause, LONGEST_PAUSE)
+            self._ended.wait(seconds)
+
+    def _run(self) -> None:
+        """Run it once."""
+        self._last = []
+        with self.output.open("a") as output:
+            self.process = process = subprocess.Popen(
+                self.command(), env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, errors="replace",
+            )  # fmt: skip
+            self.starts += 1
+            self._first.set()
+            if self._ended.is_set():
+                process.terminate()
+            reader = threading.Thread(target=self._listen, args=(process, output), daemon=True)
+            reader.start()
+            process.wait()
+            reader.join(2.0)  # its own children may hold the pipe a moment longer
+
+    def _listen(self, process: subprocess.Popen[str], output: object) -> None:
+        """Write down what it says."""
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                if any(words in line for words in _ROUTINE):
+                    continue
+                try:
+                    output.write(line)  # type: ignore[attr-defined]
+                    output.flush()  # type: ignore[attr-defined]
+                except ValueError:  # closed: what comes later is from its children
+                    return
+                self._last = [*self._last[-60:], line.rstrip()]
+                if not self._ended.is_set():
+                    self.hear(line)

@@ -1,0 +1,21 @@
+"""The extra that deployment needs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from fl_lightning.errors import FederationError
+
+
+def needed(package: str = "flwr") -> None:
+    """Say how to install a package of the extra where it is missing.
+
+    Example:
+        >>> needed("json")
+        >>> needed("no_such_package")
+        Traceback (most recent call last):
+        ...
+        fl_lightning.errors.FederationError: A federation needs no_such_package: pip install 'fl-lightning[deploy]'.
+    """
+    if find_spec(package) is None:
+        raise FederationError(f"A federation needs {package}: pip install 'fl-lightning[deploy]'.")

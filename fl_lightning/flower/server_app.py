@@ -1,0 +1,105 @@
+"""Flower's ServerApp: passes the bytes of the training process to sites, and their answers back."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message, MessageType
+from flwr.serverapp import Grid, ServerApp
+
+from fl_lightning.flower.payload import packed, unpacked
+from fl_lightning.flower.sockets import connect, receive, send
+
+#: Seconds to wait for the training process.
+PATIENCE = 20.0
+#: Seconds between looks for replies, and between looks at who is online.
+REPLIES, NODES = 0.2, 1.0
+
+
+class Bridge:
+    """What is under way between a training process and Flower's grid.
+
+    Args:
+        grid: Flower's grid.
+        connection: Connection to the training process.
+    """
+
+    def __init__(self, grid: Any, connection: Connection[Any, Any]) -> None:
+        self.grid, self.connection = grid, connection
+        self.asked: dict[str, tuple[int, int, str]] = {}  # Flower's number of a message: ours, node, its activation
+        self.online: dict[int, tuple[str, str]] = {}  # node: name, since when it is there
+        self.told: dict[int, tuple[str, str]] | None = None
+        self.looked = 0.0
+
+    def serve(self) -> None:
+        """Pass messages on until the training process is gone."""
+        try:
+            while True:
+                self.look()
+                if self.connection.poll(REPLIES if self.asked else NODES):
+                    self.ask()
+                self.collect()
+        except (EOFError, OSError):
+            return
+
+    def look(self) -> None:
+        """Tell who is online where that has changed; ask no more of those that left or came again."""
+        if time.monotonic() - self.looked < NODES:
+            return
+        self.online = {
+            int(node.node_id): (str(node.name), str(node.last_activated_at)) for node in self.grid.get_nodes()
+        }
+        self.looked = time.monotonic()
+        if self.online != self.told:
+            send(self.connection, "nodes", nodes={str(node): name for node, (name, _) in self.online.items()})
+            self.told = self.online
+        for message, (number, node, since) in list(self.asked.items()):
+            if node in self.online and self.online[node][1] != since:
+                self.failed(message, number, "it was started again while it was asked")
+
+    def ask(self) -> None:
+        """Push one message of the training process."""
+        header, payload = receive(self.connection)
+        number, node = int(header["number"]), int(header["node"])
+        message = Message(packed(payload), dst_node_id=node, message_type=MessageType.TRAIN, ttl=float(header["ttl"]))
+        (pushed,) = list(self.grid.push_messages([message])) or [None]
+        if pushed is None:
+            send(self.connection, "failed", number=number, reason="Flower did not take the message")
+        else:
+            self.asked[str(pushed)] = number, node, self.online.get(node, ("", ""))[1]
+
+    def collect(self) -> None:
+        """Pass on the replies that have come."""
+        for reply in self.grid.pull_messages(list(self.asked)) if self.asked else ():
+            message = str(reply.metadata.reply_to_message_id)
+            if message not in self.asked:
+                continue
+            number, node, _ = self.asked[message]
+            if reply.has_error():
+                self.failed(message, number, str(reply.error.reason))
+            elif int(reply.metadata.src_node_id) != node:
+                self.failed(message, number, "another node answered in its name")
+            else:
+                del self.asked[message]
+                send(self.connection, "reply", unpacked(reply.content), number=number)
+
+    def failed(self, message: str, number: int, reason: str) -> None:
+        """Say that a message is not answered."""
+        del self.asked[message]
+        send(self.connection, "failed", number=number, reason=reason)
+
+
+def main(grid: Grid, context: Context) -> None:
+    """Pass messages on between the training process and the grid."""
+    connection = connect(Path(str(context.run_config["socket"])), PATIENCE)
+    try:
+        Bridge(grid, connection).serve()
+    finally:
+        connection.close()
+
+
+app = ServerApp()
+app.main()(main)

@@ -1,0 +1,167 @@
+"""The superlink: Flower's server, as a child of the training process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from fl_lightning.errors import FederationError
+from fl_lightning.flower.children import Child, environment
+from fl_lightning.flower.keys import ServerKeys, private_folder
+from fl_lightning.flower.launch import command
+from fl_lightning.flower.needed import needed
+
+log = logging.getLogger(__name__)
+
+#: Seconds until a superlink answers, and that one of Flower's commands may take.
+START, COMMAND = 120.0, 120.0
+#: Name of the connection in Flower's configuration.
+NAME = "fl-lightning"
+APP = Path(__file__).parent / "app"
+
+
+class Superlink:
+    """Flower's server as a child: sites connect to it, and the app is submitted to it.
+
+    What it knows lies in one file of the home folder, so that registered sites stay registered.
+
+    Args:
+        home: Folder for its files.
+        host: Address to listen on; 0.0.0.0 for all of this machine's.
+        port: Port to listen on.
+        keys: Certificate and keys; None turns encryption and the check of the sites' keys off.
+    """
+
+    def __init__(self, home: Path, host: str = "127.0.0.1", port: int = 8000, keys: ServerKeys | None = None) -> None:
+        needed()
+        self.home, self.host, self.port, self.keys = home.resolve(), host, port, keys
+        private_folder(self.home)
+        self.env = environment(self.home)
+        self.address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        self.child = Child("superlink", self._command, self.env, self.home / "superlink.log", judge=self._judge)
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start it and wait until it answers.
+
+        Raises:
+            FederationError: The port is in use, or the superlink ended.
+        """
+        self._check_port()
+        self.child.start()
+        until = time.monotonic() + START
+        while not self.answers():
+            if self.child.starts > 1 or (self.child.pid is None and self.child.last()):
+                self.child.stop()
+                raise FederationError(f"The superlink ended while it started: read {self.child.output}.")
+            if time.monotonic() > until:
+                self.child.stop()
+                raise FederationError(f"The superlink does not answer after {START:.0f} s: read {self.child.output}.")
+            time.sleep(0.1)
+        self._configure()
+
+    def stop(self) -> None:
+        """End it and all that it started."""
+        self.child.stop()
+
+    def answers(self) -> bool:
+        """Whether it runs and its port takes connections."""
+        if self.child.pid is None:
+            return False
+        host, port = self.address.rsplit(":", 1)
+        try:
+            socket.create_connection((host, int(port)), 2.0).close()
+        except OSError:
+            return False
+        return True
+
+    def register(self, public: Path, name: str = "") -> None:
+        """Let the site with a public key in; one that is in already stays.
+
+        Args:
+            public: File with its public key, in OpenSSH's format.
+            name: Name of the site in what is said about it.
+        """
+        if not public.exists():
+            raise FederationError(f"There is no public key at {public}.")
+        named = ["--name", name] if name else []
+        done = self._flwr("supernode", "register", str(public.resolve()), NAME, *named)
+        if done.returncode and "already" not in _words(done).lower():
+            raise FederationError(f"The superlink did not take the key {public}: {_words(done)}")
+
+    def submit(self, run_socket: Path) -> None:
+        """Have the superlink start the ServerApp, which connects to a socket of this process.
+
+        Raises:
+            FederationError: The superlink did not take it.
+        """
+        app = self.home / "app"
+        app.mkdir(exist_ok=True)
+        shutil.copyfile(APP / "pyproject.toml", app / "pyproject.toml")
+        done = self._flwr("run", str(app), NAME, "--run-config", f"socket={json.dumps(str(run_socket))}")
+        if done.returncode:
+            raise FederationError(f"The superlink did not start the app: {_words(done)}")
+
+    def _command(self) -> list[str]:
+        """Its command line."""
+        safe = ["--insecure"] if self.keys is None else [
+            "--ssl-ca-certfile", str(self.keys.authority.resolve()),
+            "--ssl-certfile", str(self.keys.certificate.resolve()),
+            "--ssl-keyfile", str(self.keys.key.resolve()),
+            "--enable-supernode-auth",
+        ]  # fmt: skip
+        return command(
+            "flower-superlink", *safe, "--host", self.host, "--port", str(self.port),
+            "--database", str(self.home / "superlink.db"), "--disable-runtime-dependency-installation",
+        )  # fmt: skip
+
+    def _judge(self, last: str) -> float | None:
+        """Say that it ended; it is started again."""
+        log.warning("The superlink ended and is started again; what it said is in %s.", self.child.output)
+        return None
+
+    def _check_port(self) -> None:
+        """Say that the port is taken."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise FederationError(
+                    f"Port {self.port} of {self.host} cannot be used ({error.strerror}): end what uses it, or choose "
+                    "another one."
+                ) from error
+
+    def _configure(self) -> None:
+        """Write the configuration with which Flower's commands reach it."""
+        lines = ["[superlink]", f'default = "{NAME}"', "", f"[superlink.{NAME}]", f'address = "{self.address}"']
+        if self.keys is None:
+            lines.append("insecure = true")
+        else:
+            lines.append(f"root-certificates = {json.dumps(str(self.keys.authority.resolve()))}")
+        (self.home / "flwr" / "config.toml").write_text("\n".join([*lines, ""]))
+
+    def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run one of Flower's commands; one at a time, because they write the same files."""
+        with self._lock:
+            try:
+                return subprocess.run(
+                    command("flwr", *arguments), env={**self.env, "NO_COLOR": "1", "COLUMNS": "400"},
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                    timeout=COMMAND,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return subprocess.CompletedProcess(arguments, 1, f"no answer after {COMMAND:.0f} s")
+
+
+def _words(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command said, in one line without colours and frames."""
+    plain = re.sub(r"\x1b\[[0-9;]*m|[─│╭╮╰╯]", " ", done.stdout or "")
+    return " ".join(plain.split())[-400:]
