@@ -201,6 +201,187 @@ class Federation:
             return self.train
         return self.val if split == "val" and self.val is not None else self.test
 
+    def part(self, clients: Sequence[int], numbers: Sequence[int] | None = None) -> Federation:
+        """Some of the clients as a federation of their own, without anybody else's samples.
+
+        Args:
+            clients: which.
+            numbers: the numbers that they go by; None keeps those that they have here.
+        """
+        kept = [self.train, self.test, *([] if self.val is None else [self.val])]
+        rows = [index[client] for index in kept for client in clients]
+        places = iter(torch.split(torch.arange(sum(map(len, rows))), list(map(len, rows))))
+        train, test, *val = (ClientIndex.of([next(places) for _ in clients]) for _ in kept)
+        whole = torch.cat(rows)
+        return replace(
+            self,
+            inputs=self.inputs[whole],
+            targets=self.targets[whole],
+            train=train,
+            test=test,
+            val=val[0] if val else None,
+            global_test=None,
+            label_maps=None if self.label_maps is None else self.label_maps[list(clients)],
+            meta={name: [values[client] for client in clients] for name, values in self.meta.items()},
+            numbers=tuple(map(self.number_of, clients)) if numbers is None else tuple(numbers),
+        )
+
+    def to(self, device: torch.device) -> ClientIndex:
+        """The same index with its samples' numbers on ``device`` (offsets stay on the host)."""
+        return replace(self, flat=self.flat.to(device))
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Everything a federated run needs to know of its data.
+
+    Args:
+        inputs: all samples as stored (uint8 images, float features, int64 tokens), shape (n, ...).
+        targets: what is to be predicted of each sample: classes, int64, shape (n,), or anything of shape (n, ...).
+        train: the indices that each client trains on.
+        test: the indices that each client is tested on.
+        num_classes: number of classes; 0 where targets are not one class for each sample.
+        val: held-out part of each client's training data, if any; after a round clients are then
+            evaluated on it rather than on ``test``. Of a client with one sample it is empty.
+        global_test: indices of a test set that belongs to nobody, if the data has one, shape (m,).
+        mean: subtracted from the inputs of a batch, broadcast over (B, ...); None leaves inputs as stored.
+        std: divides the inputs of a batch, as ``mean``.
+        label_maps: own label permutation of every client, int64, shape (clients, classes); None means no relabelling.
+        augment: changes a raw training batch of one client, drawing from that client's stream alone.
+        meta: what is known of the clients, one value each (mode, dominant class, user).
+        numbers: number of every client in the whole federation, where this is a part of it (one site's data); their
+            random streams go by it. None numbers them from 0.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    train: ClientIndex
+    test: ClientIndex
+    num_classes: int
+    val: ClientIndex | None = None
+    global_test: Tensor | None = None
+    mean: Tensor | None = None
+    std: Tensor | None = None
+    label_maps: Tensor | None = None
+    augment: Augment | None = None
+    meta: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    numbers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.train) == 0:
+            raise FederationError("The federation has no clients: give the partition at least one.")
+        if len(self.train) != len(self.test):
+            raise FederationError(f"{len(self.train)} clients have training data but {len(self.test)} have test data.")
+        for name, index in (("train", self.train), ("test", self.test)):
+            empty = torch.nonzero(index.sizes == 0).flatten().tolist()
+            if empty:
+                raise FederationError(
+                    f"{len(empty)} of {len(index)} clients have no {name} samples (the first is client {empty[0]}): "
+                    "use fewer clients or more data."
+                )
+        if len(self.inputs) != len(self.targets):
+            raise FederationError(
+                f"There are {len(self.inputs)} inputs and {len(self.targets)} targets: each needs the other."
+            )
+        if int(self.train.flat.max()) >= len(self.targets):
+            raise FederationError("A client's index points past the end of the data.")
+        self._check_scale()
+        for name, values in self.meta.items():
+            if len(values) != len(self.train):
+                raise FederationError(
+                    f"meta must have one value for each of the {len(self.train)} clients, but {name!r} has "
+                    f"{len(values)}."
+                )
+        self._check_labels()
+
+    def _check_scale(self) -> None:
+        """Refuse a mean and a deviation that do not belong to a sample."""
+        if (self.mean is None) != (self.std is None):
+            raise FederationError("Inputs are normalised by mean and std together: give both or neither.")
+        batch = (2, *self.inputs.shape[1:])
+        for name, value in (("mean", self.mean), ("std", self.std)):
+            if value is not None and not _broadcasts(value.shape, batch):
+                raise FederationError(
+                    f"{name} of shape {tuple(value.shape)} cannot be applied to samples of shape {batch[1:]}: give one "
+                    "number, or as many as there are channels or features."
+                )
+        if self.std is not None and not bool((self.std > 0).all()):
+            raise FederationError("std must be greater than 0 everywhere: use 1 for a feature that is constant.")
+
+    def _check_labels(self) -> None:
+        """Refuse labels that are no class, and label permutations that do not cover the labels."""
+        if self.targets.dim() != 1 or self.targets.is_floating_point() or not self.num_classes:
+            if self.label_maps is not None:
+                raise FederationError("label_maps rename classes, but the targets are not one class for each sample.")
+            return
+        low, high = int(self.targets.min()), int(self.targets.max())
+        if not 0 <= low <= high < self.num_classes:  # those of samples that are nobody's do not matter
+            owned = torch.cat([self.targets[i.flat] for i in (self.train, self.test, self.index("val"))])
+            low, high = int(owned.min()), int(owned.max())
+        if not 0 <= low <= high < self.num_classes:
+            raise FederationError(
+                f"Labels must lie between 0 and {self.num_classes - 1}, as num_classes={self.num_classes} says, but "
+                f"they run from {low} to {high}."
+            )
+        maps = self.label_maps
+        if maps is None:
+            return
+        if maps.dim() != 2 or len(maps) != len(self.train) or maps.shape[1] <= high:
+            raise FederationError(
+                f"label_maps must have a row for each of the {len(self.train)} clients and a column for each of the "
+                f"{self.num_classes} classes, not the shape {tuple(maps.shape)}."
+            )
+        if not 0 <= int(maps.min()) <= int(maps.max()) < self.num_classes:
+            raise FederationError(f"label_maps must name classes between 0 and {self.num_classes - 1}.")
+
+    @property
+    def validated(self) -> Split:
+        """The split that clients are scored on after a round, and whose name the scores have."""
+        return "test" if self.val is None else "val"
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.train)
+
+    def number_of(self, client: int) -> int:
+        """The number of a client in the whole federation."""
+        return client if self.numbers is None else self.numbers[client]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples lie."""
+        return self.inputs.device
+
+    def index(self, split: Split) -> ClientIndex:
+        """The clients' indices of a split; ``val`` is ``test`` where nothing was held out."""
+        if split == "train":
+            return self.train
+        return self.val if split == "val" and self.val is not None else self.test
+
+    def part(self, clients: Sequence[int], numbers: Sequence[int] | None = None) -> Federation:
+        """Some of the clients as a federation of their own, without anybody else's samples.
+
+        Args:
+            clients: which.
+            numbers: the numbers that they go by; None keeps those that they have here.
+        """
+        splits: list[Split] = ["train", "test", *(["val"] if self.val is not None else [])]  # type: ignore[list-item]
+        rows = [self.index(split)[client] for split in splits for client in clients]
+        places = iter(torch.split(torch.arange(sum(map(len, rows))), list(map(len, rows))))
+        index = {split: ClientIndex.of([next(places) for _ in clients]) for split in splits}
+        whole = torch.cat(rows)
+        return replace(
+            self,
+            inputs=self.inputs[whole],
+            targets=self.targets[whole],
+            **index,
+            global_test=None,
+            label_maps=None if self.label_maps is None else self.label_maps[list(clients)],
+            meta={name: [values[client] for client in clients] for name, values in self.meta.items()},
+            numbers=tuple(map(self.number_of, clients)) if numbers is None else tuple(numbers),
+        )
+
     def to(self, device: torch.device) -> Federation:
         """The same federation with all tensors on ``device``; itself when it is there already."""
         if self.device == device:

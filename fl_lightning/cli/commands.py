@@ -22,6 +22,11 @@ COMMANDS = {
     "validate": Command("fl_lightning.cli.lightning", "evaluate every client after a run's last round"),
     "test": Command("fl_lightning.cli.lightning", "evaluate every client on its test set"),
     "predict": Command("fl_lightning.cli.lightning", "predict the classes of every client's test set"),
+    "serve": Command("fl_lightning.cli.serve", "train a federation of real sites, as their server"),
+    "join": Command("fl_lightning.cli.join", "take part in a federation, as a site with data of its own"),
+    "federation": Command(
+        "fl_lightning.cli.federation", "a server and its sites on this machine, and the same simulated"
+    ),
     "attack": Command("fl_lightning.cli.attack", "carry out a privacy attack on a checkpoint"),
     "reproduce": Command("fl_lightning.cli.reproduce", "run a published table, put the results beside it"),
     "compare": Command("fl_lightning.cli.compare", "put finished runs side by side, write a report"),

@@ -2,6 +2,7 @@
 
 from fl_lightning.datamodules.base import FederatedDataModule, Samples
 from fl_lightning.datamodules.digits import Digits
+from fl_lightning.datamodules.elsewhere import Elsewhere
 from fl_lightning.datamodules.frames import FromArrays, FromDataset, FromFrame, Table
 from fl_lightning.datamodules.images import CIFAR10, MNIST, FashionMNIST
 from fl_lightning.datamodules.manifest import Manifest
@@ -32,6 +33,7 @@ __all__ = [
     "Digits",
     "Dirichlet",
     "DominantClass",
+    "Elsewhere",
     "FashionMNIST",
     "FederatedDataModule",
     "FromArrays",

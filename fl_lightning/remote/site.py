@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fl_lightning.errors import FederationError
 from fl_lightning.exchange import Scores
-from fl_lightning.federation import ClientIndex, Federation, Split
+from fl_lightning.federation import Federation, Split
 from fl_lightning.parties import JOINING, LocalData, Me, Memory, Setting
 from fl_lightning.remote.envelope import Envelope, seal, unseal
 from fl_lightning.remote.run import Guard, RunConfiguration
@@ -220,34 +219,6 @@ class Site:
 def scores_of(tensors: State, client: int) -> Scores:
     """The scores that a site sent."""
     return Scores(torch.tensor([client]), tensors["loss"], tensors["total"], under("metric.", tensors))
-
-
-def alone(whole: Federation, client: int, number: int | None = None) -> Federation:
-    """One client's part of a federation as a federation of one, without anybody else's samples.
-
-    Args:
-        whole: the data.
-        client: whose part.
-        number: the number that the client goes by; None keeps its own.
-    """
-    index = {split: whole.index(split)[client] for split in ("train", "val", "test")}
-    if whole.val is None:
-        del index["val"]
-    rows = torch.cat(list(index.values()))
-    places = dict(zip(index, torch.split(torch.arange(len(rows)), [len(part) for part in index.values()]), strict=True))
-    parts = {split: ClientIndex.of([place]) for split, place in places.items()}
-    return replace(
-        whole,
-        inputs=whole.inputs[rows],
-        targets=whole.targets[rows],
-        train=parts["train"],
-        test=parts["test"],
-        val=parts.get("val"),
-        global_test=None,
-        label_maps=None if whole.label_maps is None else whole.label_maps[client][None],
-        meta={name: [values[client]] for name, values in whole.meta.items()},
-        numbers=(client if number is None else number,),
-    )
 
 
 def _counters(snapshot: ClientSnapshot) -> list[int]:

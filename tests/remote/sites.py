@@ -9,7 +9,6 @@ from typing import Any
 from fl_lightning.federation import Federation
 from fl_lightning.module import FederatedModule
 from fl_lightning.remote import PrivateStore, RemoteClients, Site, SiteData
-from fl_lightning.remote.site import alone
 from tests.golden import cases
 from tests.support import fit
 
@@ -44,7 +43,7 @@ class InProcess:
 def site(make: Callable[[], FederatedModule], client: int, whole: Federation, folder: Path, **options: Any) -> Site:
     """A client that has nothing of the others, in the precision of the tests."""
     method = make().double()
-    return Site(client, method, alone(whole, client), PrivateStore(folder / str(client)), **options)
+    return Site(client, method, whole.part([client]), PrivateStore(folder / str(client)), **options)
 
 
 def network(make: Callable[[], FederatedModule], whole: Federation, folder: Path) -> dict[str, Site]:

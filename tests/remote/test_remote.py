@@ -20,7 +20,6 @@ from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer
 from fl_lightning.module import FederatedModule
 from fl_lightning.remote import PrivateStore, RemoteClients, Site
 from fl_lightning.remote.envelope import seal, unseal
-from fl_lightning.remote.site import alone
 from fl_lightning.snapshots import ClientSnapshot
 from tests.remote.sites import InProcess, network, serve
 from tests.support import blobs, fit, mlp
@@ -302,7 +301,7 @@ def test_nobody_joins_twice_nor_under_a_number_that_is_taken(tmp_path: Path) -> 
     sites = transport(tmp_path)
     whole = blobs(**DATA).federation
     whole.inputs.data = whole.inputs.double()
-    own = alone(whole, 1)
+    own = whole.part([1])
     sites.sites["stranger"] = Site(1, made().double(), own, PrivateStore(tmp_path / "x"))
     sites.sites["outside"] = Site(7, made().double(), own, PrivateStore(tmp_path / "y"))
     with pytest.warns(UserWarning, match="stranger was not let in: client 1 is there already"):
@@ -325,7 +324,7 @@ def test_another_configuration_is_refused_on_both_sides(tmp_path: Path, caplog: 
 def test_other_data_is_refused(tmp_path: Path) -> None:
     sites = transport(tmp_path)
     other = blobs((19, 9, 16), shape=(4, 5)).federation
-    sites.sites["node-2"] = Site(2, made().double(), alone(other, 2), PrivateStore(tmp_path / "z"))
+    sites.sites["node-2"] = Site(2, made().double(), other.part([2]), PrivateStore(tmp_path / "z"))
     with pytest.warns(UserWarning, match="its data differs from that of client 0: shape"):
         serve(made(), sites, CLIENTS, rounds=1, least=2)
 
@@ -397,7 +396,7 @@ def test_noise_of_local_privacy_comes_from_the_site(tmp_path: Path) -> None:
 def test_noise_from_the_seed_is_refused_at_a_site(tmp_path: Path) -> None:
     guard = DifferentialPrivacyCallback(where="local", reproducible_noise=True)
     with pytest.raises(FederationError, match="which the server knows"):
-        Site(0, made().double(), alone(blobs(**DATA).federation, 0), PrivateStore(tmp_path), guards=[guard])
+        Site(0, made().double(), blobs(**DATA).federation.part([0]), PrivateStore(tmp_path), guards=[guard])
 
 
 def test_private_sgd_works_at_the_sites(tmp_path: Path) -> None:
@@ -407,7 +406,7 @@ def test_private_sgd_works_at_the_sites(tmp_path: Path) -> None:
     for client in range(CLIENTS):
         guards = [PrivateSGDCallback(clip=0.1, noise_multiplier=0.0)]
         store = PrivateStore(tmp_path / str(client))
-        sites[f"node-{client}"] = Site(client, made().double(), alone(whole, client), store, guards=guards)
+        sites[f"node-{client}"] = Site(client, made().double(), whole.part([client]), store, guards=guards)
     server = made()
     serve(server, InProcess(sites), CLIENTS, rounds=2, callbacks=[PrivateSGDCallback(clip=0.1, noise_multiplier=0.0)])
     expected = made()

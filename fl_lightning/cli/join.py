@@ -1,0 +1,115 @@
+"""``fl-lightning join``: a client of a federation where its data is; data and private state never leave it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from fl_lightning.cli.site import SideCLI, folder, talk
+from fl_lightning.errors import FederationError
+from fl_lightning.flower.needed import needed
+from fl_lightning.remote import PrivateStore, Site
+
+
+class JoinCLI(SideCLI):
+    """What a site needs besides method and data; of the Trainer its precision and the callbacks that protect."""
+
+    def __init__(self, argv: list[str]) -> None:
+        super().__init__(argv, save_config_callback=None)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The options of a site."""
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--client", type=int, required=True, help="the client's number in the federation, from 0")
+        parser.add_argument("--superlink", type=str, required=True, help="the server's address, host:port")
+        parser.add_argument("--home", type=str, default="site", help="folder for what the client keeps, and its keys")
+        parser.add_argument(
+            "--key", type=str | None, help="the site's private key; made in the home folder unless given"
+        )
+        parser.add_argument("--authority", type=str | None, help="certificate of the authority behind the server's")
+        parser.add_argument("--keep", type=int, default=8, help="rounds that the server may be set back")
+        parser.add_argument("--yes", action="store_true", help="approve the run without being asked")
+
+
+def main(argv: list[str]) -> None:
+    """Run the command; ``argv`` begins with its name."""
+    needed()
+    from fl_lightning.flower.bridge import Worker
+    from fl_lightning.flower.keys import node_keys
+    from fl_lightning.flower.sockets import socket_path
+    from fl_lightning.flower.supernode import Supernode
+
+    cli = JoinCLI(argv)
+    config = cli.config
+    talk(bool(config["quiet"]))
+    if config["insecure"] and (config["key"] or config["authority"]):
+        raise FederationError("--insecure uses neither --key nor --authority: leave it out, or leave them out.")
+    if not config["insecure"] and not config["authority"]:
+        raise FederationError(
+            "A site checks whom it talks to: give --authority, the certificate authority.pem of the server's operator, "
+            "or --insecure for a trial on one machine."
+        )
+    home = folder(config["home"])
+    site = _site(cli, home)
+    _approve(site, config["yes"])
+    key = None
+    if not config["insecure"]:
+        key = Path(config["key"]) if config["key"] else node_keys(home, "site").private
+        print(f"The server's operator needs {key.with_suffix('.pub')}, this site's public key.")
+    path, plugin = socket_path(home, "site"), cli.trainer.strategy.precision_plugin
+
+    def answer(request: bytes) -> bytes:
+        with plugin.forward_context():
+            return site.answer(request)
+
+    authority = Path(config["authority"]) if key is not None else None
+    node, worker = Supernode(home / "flower", config["superlink"], path, key, authority), Worker(path, answer)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        worker.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    node.start()
+    try:
+        worker.serve()
+    finally:
+        node.stop()
+    print("This site has left; what the client keeps stays in " + str(home))
+
+
+def _site(cli: JoinCLI, home: Path) -> Site:
+    """The client: its method, its part of the data, and where it keeps what is its own."""
+    client, data = int(cli.config["client"]), cli.datamodule.federation
+    rows = data.num_clients
+    if client < 0 or (rows > 1 and client >= rows):
+        raise FederationError(
+            f"The data has {rows} clients, 0 to {rows - 1}, and none is client {client}: give --client one of them, or "
+            "data of one client."
+        )
+    own = data.part([0 if rows == 1 else client], [client])
+    method = cli.prepared()
+    site = Site(client, method, own, PrivateStore(home / "private"), guards=cli.trainer.callbacks)  # type: ignore[attr-defined]
+    site.store = PrivateStore(home / "private" / site.run.fingerprint, int(cli.config["keep"]))
+    return site
+
+
+def _approve(site: Site, yes: bool) -> None:
+    """Show the operator what the run is and what is told on joining, and ask."""
+    print("This site is asked to take part in the run")
+    print("\n".join(f"  {line}" for line in site.run.lines()))
+    header, parts = site.introduction()
+    print("On joining it tells the server")
+    for name, value in (*header.items(), *parts["told"].items()):
+        print(f"  {name:<12} {value}")
+    print("In a round it tells its message, its training loss, how many rounds and steps it has trained, and scores.")
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise FederationError("Nobody is there to approve the run: say --yes if it is approved.")
+    if input("Approve? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise FederationError("The run was not approved: nothing was sent.")
