@@ -1,5 +1,6 @@
 """torchmetrics metrics of federated runs, each with a functional core."""
 
+from fl_lightning.measure import ACCURACY, Measure
 from fl_lightning.metrics.clients import ClientAccuracy, client_summary, worst_tenth
 from fl_lightning.metrics.fairness import (
     AccuracyEntropy,
@@ -39,6 +40,7 @@ from fl_lightning.metrics.membership import (
 )
 
 __all__ = [
+    "ACCURACY",
     "AccuracyEntropy",
     "AccuracyGap",
     "AccuracyVariance",
@@ -47,6 +49,7 @@ __all__ = [
     "GapToLocal",
     "GroupAccuracy",
     "JainIndex",
+    "Measure",
     "MembershipAttack",
     "Reconstruction",
     "WorstDecile",

@@ -62,12 +62,12 @@ def board(tmp_path_factory: pytest.TempPathFactory) -> Board:
 def test_pages_are_filled_by_the_callbacks_that_are_on(board: Board) -> None:
     layout = board.get("data/plugin/custom_scalars/layout")
     pages = {page["title"]: {chart["title"]: chart for chart in page["chart"]} for page in layout["category"]}
-    assert set(pages) == {"Accuracy", "Fairness", "Privacy", "Communication", "Method"}
-    accuracy = list(pages["Accuracy"])
+    assert set(pages) == {"Scores", "Fairness", "Privacy", "Communication", "Method"}
+    accuracy = list(pages["Scores"])
     assert {"mean over clients", "worst tenth of the clients", "majority and minority"} <= set(accuracy)
-    band = pages["Accuracy"]["clients: median, 10 % to 90 %"]["margin"]["series"][0]
+    band = pages["Scores"]["clients: median, 10 % to 90 %"]["margin"]["series"][0]
     assert band == {"value": "test/acc_median", "lower": "test/acc_low", "upper": "test/acc_high"}
-    assert {"gap between majority and minority", "variance over clients (percent squared)"} <= set(pages["Fairness"])
+    assert {"gap between majority and minority", "variance over clients"} <= set(pages["Fairness"])
     assert {"factors: active", "agents: weight"} <= set(pages["Method"])
     assert len(accuracy) == len(set(accuracy)), "two runs share their charts"
 
