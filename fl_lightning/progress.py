@@ -59,8 +59,8 @@ class FederatedTQDMProgressBar(TQDMProgressBar):
     ) -> None:
         """Show the round's metrics."""
         if self._clients is None:  # not a federated module
-            return super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self.is_enabled:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        elif self.is_enabled:
             self._draw()
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
@@ -118,9 +118,10 @@ class FederatedRichProgressBar(RichProgressBar):
     ) -> None:
         """Show the round's metrics."""
         if self._clients is None:  # not a federated module
-            return super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._update_metrics(trainer, pl_module)
-        self.refresh()
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        else:
+            self._update_metrics(trainer, pl_module)
+            self.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         """Lightning's columns, but for the speed."""

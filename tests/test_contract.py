@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -78,10 +79,10 @@ def test_no_client_hook_reaches_what_only_the_server_has(kind: type) -> None:
 
 def test_the_check_sees_what_a_hook_reaches() -> None:
     class Looks(methods.FedAvg):
-        def enter(self, received, me):  # type: ignore[no-untyped-def]
+        def enter(self, received: Any, me: Any) -> Any:
             return self.helper() or super().enter(received, me)
 
-        def helper(self):  # type: ignore[no-untyped-def]
+        def helper(self) -> Any:
             return self.snapshots[0].private
 
     Looks.__module__ = "fl_lightning.test"

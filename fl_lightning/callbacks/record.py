@@ -31,8 +31,8 @@ FILE, FORMAT = "run.json", 1
 CURVES = "curves.jsonl"
 #: What is read of it, and of which type it is.
 KEYS: dict[str, tuple[type, ...]] = {
-    **{name: (dict,) for name in ("settings", "curves", "clients", "groups")},
-    **{name: (int, float, NoneType) for name in ("rounds", "seconds", "steps", "parameters")},
+    **dict.fromkeys(("settings", "curves", "clients", "groups"), (dict,)),
+    **dict.fromkeys(("rounds", "seconds", "steps", "parameters"), (int, float, NoneType)),
     "engine": (str, NoneType),
     "bytes": (list, NoneType),
 }
