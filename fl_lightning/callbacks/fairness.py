@@ -17,7 +17,7 @@ from fl_lightning.callbacks.base import Several
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation, Split
 from fl_lightning.metrics import ACCURACY, Measure, fairness_summary, group_means, majority_minority
-from fl_lightning.metrics.fairness import corrected_variance, fairness_intervals, scored
+from fl_lightning.metrics.fairness import corrected_variance, corrected_worst_decile, fairness_intervals, scored
 from fl_lightning.module import FederatedModule
 
 #: With more groups than this only their gap is logged; the table lists all.
@@ -40,9 +40,9 @@ class FairnessCallback(Several):
     """Logs how evenly the clients are served, after every round and at the test.
 
     Logged under ``val/`` (after a round, where samples are held out for it) and ``test/``: ``variance`` (percent
-    squared), ``variance_corrected`` (less what few samples alone make of clients that are equal), ``jain``,
-    ``entropy``, and where clients form groups ``gap`` and the groups' mean accuracies, ``acc_majority`` and
-    ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger ``acc_clients`` is
+    squared), ``variance_corrected`` and ``worst10_corrected`` (less what few samples alone make of clients that are
+    equal), ``jain``, ``entropy``, and where clients form groups ``gap`` and the groups' mean accuracies,
+    ``acc_majority`` and ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger ``acc_clients`` is
     the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training alone, and ``local_worse``,
     the share of clients that had better stayed alone. Clients that were not evaluated, as with
     ``limit_val_batches``, are left out.
@@ -134,7 +134,9 @@ class FairnessCallback(Several):
             del logs["worst10"]  # the module logs it
             sizes = module.federation.index(split).sizes
             if len(sizes) == len(accuracies) and self._measure == ACCURACY:
-                logs["variance_corrected"] = corrected_variance(accuracies, sizes.to(accuracies.device))
+                samples = sizes.to(accuracies.device)
+                logs["variance_corrected"] = corrected_variance(accuracies, samples)
+                logs["worst10_corrected"] = corrected_worst_decile(accuracies, samples)
         if self._groups is not None and 1 < len(self._names) <= CURVES:
             means = group_means(accuracies, self._groups)
             logs |= {f"{name_of}_{name}": mean for name, mean in zip(self._names, means, strict=True)}

@@ -100,6 +100,27 @@ def corrected_variance(accuracies: Tensor, samples: Tensor) -> Tensor:
     return (accuracy_variance(a) - 1e4 * noise).clamp(min=0)
 
 
+def corrected_worst_decile(accuracies: Tensor, samples: Tensor) -> Tensor:
+    """Worst decile of accuracies drawn towards their mean until their variance is the corrected one.
+
+    Of clients that are equal the worst tenth of the measured accuracies are those with bad luck in their few test
+    samples. Accuracies are at their mean plus sqrt(corrected variance / variance) of their distance from it.
+
+    Args:
+        accuracies: shape (clients,).
+        samples: test samples of every client, shape (clients,).
+
+    Example:
+        >>> accuracies, samples = torch.tensor([0.4, 0.6]), torch.tensor([1001, 1001])
+        >>> corrected_worst_decile(accuracies, samples).round(decimals=3)
+        tensor(0.4010)
+    """
+    kept = ~accuracies.isnan() & (samples > 1)
+    a, n = accuracies[kept], samples[kept]
+    share = (corrected_variance(a, n) / accuracy_variance(a).clamp(min=1e-12)).sqrt()
+    return worst_decile(a.mean() + share * (a - a.mean()))
+
+
 def fairness_intervals(
     accuracies: Tensor, seed: int = 0, draws: int = 500, level: float = 0.95, measure: Measure = ACCURACY
 ) -> dict[str, tuple[float, float]]:
