@@ -139,6 +139,8 @@ class ServerSide(NamedModel):
 
     #: True if the aggregate is a mean with data-independent weights; central noise needs this.
     aggregates_by_mean: ClassVar[bool] = True
+    #: True if the server needs nothing of the messages but their mean; secure aggregation needs this and the above.
+    aggregates_sums: ClassVar[bool] = True
     #: True if a robust rule may stand for the mean of what clients send.
     takes_rules: ClassVar[bool] = True
     #: True if the server's model may get units that it did not begin with.

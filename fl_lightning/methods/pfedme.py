@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
@@ -45,8 +47,6 @@ class PFedMe(FederatedModule):
     """
 
     plain_sgd = "moves w towards theta by lr * lam of the way"
-
-    takes_rules = False  # the server's own model is in the mean
 
     def __init__(
         self,
@@ -102,7 +102,10 @@ class PFedMe(FederatedModule):
 
     def aggregate(self, messages: list[Message]) -> State:
         """The mean of the clients' models mixed with the server's; running statistics are averaged."""
-        weights = message_weights(messages, self.weighting)
-        own, mixing = Message(-1, self.server_state(), 0), [1 - self.beta, *(self.beta * w for w in weights)]
+        weights, server = message_weights(messages, self.weighting), self.server_state()
         rest = [name for name in self.shared_names if name not in self.trainable_names]
+        if self.aggregation is not None:  # of the clients' models alone
+            found = self.mean(messages)
+            return {n: v if n in rest else torch.lerp(server[n], v, self.beta) for n, v in found.items()}
+        own, mixing = Message(-1, server, 0), [1 - self.beta, *(self.beta * w for w in weights)]
         return self.mean(messages, weights, rest) | self.mean([own, *messages], mixing, self.trainable_names)

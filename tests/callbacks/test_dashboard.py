@@ -123,7 +123,7 @@ def test_runs_can_be_sorted_by_their_last_metrics(board: Board) -> None:
     assert all(group["hparams"]["lr"] == 0.1 for group in groups)
     scores = [next(m["value"] for m in g["metricValues"] if m["name"]["tag"] == "test/acc") for g in groups]
     assert scores == sorted(scores, reverse=True)
-    last = board.get("data/plugin/scalars/scalars?tag=val/acc&run=" + groups[0]["sessions"][0]["name"])[-1][2]
+    last = board.get("data/plugin/scalars/scalars?tag=test/acc&run=" + groups[0]["sessions"][0]["name"])[-1][2]
     assert scores[0] == pytest.approx(last)
 
 
