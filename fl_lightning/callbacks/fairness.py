@@ -43,8 +43,8 @@ class FairnessCallback(Several):
     squared), ``variance_corrected`` and ``worst10_corrected`` (less what few samples alone make of clients that are
     equal), ``jain``, ``entropy``, and where clients form groups ``gap`` and the groups' mean accuracies,
     ``acc_majority`` and ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger
-    ``acc_clients`` is the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training alone, and ``local_worse``,
-    the share of clients that had better stayed alone. Clients that were not evaluated, as with
+    ``acc_clients`` is the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training alone, and
+    ``local_worse``, the share of clients that had better stayed alone. Clients that were not evaluated, as with
     ``limit_val_batches``, are left out.
 
     A task with another headline metric has that in the place of accuracy, such as ``rmse_majority``. Gap and gain are
