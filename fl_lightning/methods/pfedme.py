@@ -97,10 +97,8 @@ class PFedMe(FederatedModule):
 
     def aggregate(self, messages: list[Message]) -> State:
         """The mean of the clients' models mixed with the server's; running statistics are averaged."""
-        server, rest = self.server_state(), [n for n in self.shared_names if n not in self.trainable_names]
+        own, rest = Message(-1, self.server_state(), 0), [n for n in self.shared_names if n not in self.trainable_names]
         if self.aggregation is not None:  # of the clients' models alone
-            return {n: v if n in rest else server[n].lerp(v, self.beta) for n, v in self.mean(messages).items()}
+            return {n: v if n in rest else own.tensors[n].lerp(v, self.beta) for n, v in self.mean(messages).items()}
         mixing = [1 - self.beta, *(self.beta * weight for weight in message_weights(messages, self.weighting))]
-        return self.mean(messages, names=rest) | self.mean(
-            [Message(-1, server, 0), *messages], mixing, self.trainable_names
-        )
+        return self.mean(messages, names=rest) | self.mean([own, *messages], mixing, self.trainable_names)
