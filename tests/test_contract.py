@@ -118,7 +118,7 @@ def test_the_check_sees_what_a_hook_reaches() -> None:
 
 def test_the_check_sees_what_a_hook_hands_itself_to() -> None:
     class Hands(methods.FedAvg):
-        def leave(self, state, received, me):  # type: ignore[no-untyped-def]
+        def leave(self, state: Any, received: Any, me: Any) -> Any:
             return peeks(self) or me.data.source.federation
 
     Hands.__module__, peeks.__module__ = "fl_lightning.test", "fl_lightning.methods.test"
