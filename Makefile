@@ -1,16 +1,25 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+OLDEST := .venv-oldest
+# One thread per worker: the tests are many small runs, and two of them share a core badly. A file's tests stay in one
+# worker, so that what they share is made once.
+PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help venv demo test lint docs pictures clean
+.PHONY: help venv demo test test-quick test-slow test-all test-oldest lint docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
-	@sed -n 's/^\([a-z]*\):.*##/\1:/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,text]'
+	@touch $@
+
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[dev,text]'
 	@touch $@
 
 venv: $(READY)  ## set up .venv with the pinned versions
@@ -18,15 +27,25 @@ venv: $(READY)  ## set up .venv with the pinned versions
 demo: $(READY)  ## fit Local, FedAvg and APFL on the digits data
 	$(BIN)/python -m fl_lightning.cli.demo
 
-lint: $(READY)  ## ruff, mypy --strict, import-linter
+lint: $(READY)  ## ruff, mypy --strict, import-linter, codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p fl_lightning
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 
-# One thread per worker: the tests are many small runs, and two of them share a core badly.
-test: lint  ## lint, then all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+test: lint test-quick  ## lint, then all tests that are not slow
+
+test-quick: $(READY)  ## the tests that are not slow
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'not slow'
+
+test-slow: $(READY)  ## the others: runs that are killed, several processes, the wheel, the site
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m slow
+
+test-all: test test-slow  ## lint and every test
+
+test-oldest: $(OLDEST)/.ready  ## the tests that are not slow, with the oldest versions that pyproject.toml declares
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) -m 'not slow'
 
 docs: $(READY)  ## build the documentation into site/, no network needed
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
@@ -36,5 +55,5 @@ pictures: $(READY)  ## draw the pictures of docs/ and the table of README.md aga
 	PYTHONPATH=. $(BIN)/python docs/draw.py
 
 clean:  ## remove what was made, data excepted
-	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
+	rm -rf .venv $(OLDEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,7 +31,7 @@ RULES: dict[str, Any] = {
     "centred clipping": robust.CentredClipping(),
 }
 POISONS: dict[str, Any] = {
-    "none": lambda: [],
+    "none": list,
     "x1000": lambda: [UpdatePoisoningCallback("scale", 1000.0)],
     "sign flip x10": lambda: [UpdatePoisoningCallback("sign_flip", 10.0)],
     "label flip": lambda: [LabelFlipCallback()],

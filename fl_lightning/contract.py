@@ -27,7 +27,23 @@ if TYPE_CHECKING:
 
 
 class ClientSide(NamedModel):
-    """The client's half of a method."""
+    """The client's half of a method, of which a method overrides what differs from FedAvg.
+
+    Everything between ``enter`` and ``leave`` is a pure function of named tensors, so an engine may train one client or
+    stack fifty.
+
+    =================  ========================================================================================
+    ``is_private``     which entries of the net stay with the client
+    ``introduce``      what a client tells when it joins
+    ``enter``          the state it trains from, made of what it received and what it kept
+    ``client_loss``    the local objective
+    ``correct``        the gradients that the local optimizer gets
+    ``moves``          the steps on a minibatch
+    ``phases``         what is trained for how many epochs
+    ``leave``          what it sends up and what it keeps
+    ``personal``       the model that it is evaluated with
+    =================  ========================================================================================
+    """
 
     local: LocalTraining
     engine: Engine
@@ -127,7 +143,15 @@ class ClientSide(NamedModel):
 
 
 class ServerSide(NamedModel):
-    """The server's half of a method. It knows of its clients what they told when they joined, and their messages."""
+    """The server's half of a method. It knows of its clients what they told when they joined, and their messages.
+
+    ====================  =====================================================================================
+    ``stages``            who trains after whom within a round
+    ``message_down``      what a client is sent to train from
+    ``evaluation_down``   what it is sent to be evaluated with
+    ``aggregate``         what the server makes of the messages
+    ====================  =====================================================================================
+    """
 
     weighting: Weighting
     aggregation: Aggregation | None
@@ -139,6 +163,8 @@ class ServerSide(NamedModel):
 
     #: True if the aggregate is a mean with data-independent weights; central noise needs this.
     aggregates_by_mean: ClassVar[bool] = True
+    #: True if the server needs nothing of the messages but their mean; secure aggregation needs this and the above.
+    aggregates_sums: ClassVar[bool] = True
     #: True if a robust rule may stand for the mean of what clients send.
     takes_rules: ClassVar[bool] = True
     #: True if the server's model may get units that it did not begin with.

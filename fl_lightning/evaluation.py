@@ -218,9 +218,9 @@ class Evaluator:
         empty = torch.full((self._clients,), torch.nan, dtype=torch.float64)
         return self.collected.setdefault(name, empty)
 
-    def accuracies(self) -> Tensor:
-        """Accuracy of every client in the evaluation under way, shape (clients,), NaN for clients not yet seen."""
-        return self.known("acc").clone()
+    def headline(self, task: Task) -> Tensor:
+        """The task's headline metric of every client in the evaluation under way; as :meth:`known`."""
+        return self.known(task.headline).clone()
 
     def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
         """What to log: mean, spread and worst tenth over clients; the server's models on the global test set."""

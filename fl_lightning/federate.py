@@ -122,6 +122,8 @@ class LightningNet(LossNet):
             for split, name in (("val", "validation_step"), ("test", "test_step"))
             if getattr(type(module), name) is not getattr(LightningModule, name)
         }
+        if "val" in self._steps:  # what is held out for validation may be nothing, and the test samples stand for it
+            self._steps.setdefault("test", "validation_step")
 
     def forward(self, batch: Tensor | tuple[Tensor, Tensor] | Asked) -> Any:
         """The loss of a pair of inputs and targets, the scores of inputs alone, or what is logged of samples."""

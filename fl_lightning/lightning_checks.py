@@ -56,6 +56,17 @@ def check_trainer(trainer: Trainer) -> None:
             )
 
 
+def check_run(module: FederatedModule, stage: str) -> Federation:
+    """Refuse data, net, task or optimizer that do not go together, and return the data."""
+    federation = check_data(module.trainer)
+    check_net(module, federation)
+    check_task(module, federation)
+    check_optimizer(module)
+    if stage == "fit":
+        check_batches(module)
+    return federation
+
+
 def check_precision(precision: Any) -> None:
     """Refuse half precision, which needs what local training does not have."""
     if str(precision).startswith(("16", "transformer")):
@@ -108,6 +119,15 @@ def check_net_argument(method: str, given: Sequence[Any], named: Mapping[str, An
         raise FederationError(f"{method} needs a network, not its class: {method}({net.__name__}(...)).")
     if not isinstance(net, nn.Module | Mapping):
         raise FederationError(f"{method} needs a network, a torch.nn.Module, not {net!r}.")
+
+
+def check_aggregation(module: FederatedModule) -> None:
+    """Refuse a robust rule for a method that does not take means."""
+    if module.aggregation is not None and not module.takes_rules:
+        raise FederationError(
+            f"The server of {type(module).__name__} weighs clients in a way of its own, which a robust rule would "
+            "undo: leave aggregation out."
+        )
 
 
 def check_batches(module: FederatedModule) -> None:

@@ -22,15 +22,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import ClientOutput, Evaluator, evaluation_setting
 from fl_lightning.exchange import Clients
 from fl_lightning.federation import Federation, Split
-from fl_lightning.lightning_checks import (
-    check_batches,
-    check_data,
-    check_net,
-    check_net_argument,
-    check_optimizer,
-    check_task,
-    check_trainer,
-)
+from fl_lightning.lightning_checks import check_aggregation, check_net_argument, check_run, check_trainer
 from fl_lightning.local_optim import LocalOptimizer
 from fl_lightning.loop import FederatedLoop, Tally
 from fl_lightning.model import BufferPolicy
@@ -54,30 +46,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     The module holds the server's model. A client is a snapshot of this module's state: the shared entries it
     receives and the private ones it keeps. A method overrides only what differs from FedAvg, on two sides:
-
-    ===================  ======================================================================================
-    client
-    -----------------------------------------------------------------------------------------------------------
-    ``is_private``       which entries of the net stay with the client
-    ``introduce``        what a client tells when it joins
-    ``enter``            the state it trains from, made of what it received and what it kept
-    ``client_loss``      the local objective
-    ``correct``          the gradients that the local optimizer gets
-    ``moves``            the steps on a minibatch
-    ``phases``           what is trained for how many epochs
-    ``leave``            what it sends up and what it keeps
-    ``personal``         the model that it is evaluated with
-    -------------------  --------------------------------------------------------------------------------------
-    server
-    -----------------------------------------------------------------------------------------------------------
-    ``stages``           who trains after whom within a round
-    ``message_down``     what a client is sent to train from
-    ``evaluation_down``  what it is sent to be evaluated with
-    ``aggregate``        what the server makes of the messages
-    ===================  ======================================================================================
-
-    Everything between ``enter`` and ``leave`` is a pure function of named tensors, so an engine may train one
-    client or stack fifty.
+    :class:`~fl_lightning.contract.ClientSide` and :class:`~fl_lightning.contract.ServerSide`.
 
     Args:
         net: the network; any ``nn.Module`` from Python, a ``FedNet`` on the command line.
@@ -144,11 +113,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.weighting: Weighting = one_of("weighting", weighting, ("samples", "uniform"))
         self.buffers_policy: BufferPolicy = one_of("buffers", buffers, ("average", "keep", "reset"))
         self.server_optimizer, self.aggregation = server_optimizer, aggregation
-        if aggregation is not None and not self.takes_rules:
-            raise FederationError(
-                f"The server of {type(self).__name__} weighs clients in a way of its own, which a robust rule would "
-                "undo: leave aggregation out."
-            )
+        check_aggregation(self)
         self.engine: Engine = make_engine(engine, clients_per_stack, workers)
         #: What is kept of every client between rounds.
         self.snapshots = SnapshotStore() if store is None else DiskSnapshotStore(store)
@@ -194,8 +159,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     def personal_state(self, client: int) -> State:
         """The model that a simulated client is evaluated with, also if it never trained."""
-        messages = {client: self.evaluation_down(client)}
-        ((_, state),) = self.simulation.personal(evaluation_setting(self), messages)
+        ((_, state),) = self.simulation.personal(evaluation_setting(self), {client: self.evaluation_down(client)})
         return state
 
     @property
@@ -233,13 +197,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     def setup(self, stage: str) -> None:
         """Check net and data, and let the clients introduce themselves."""
-        federation = check_data(self.trainer)
-        check_net(self, federation)
-        check_task(self, federation)
-        check_optimizer(self)
-        if stage == "fit":
-            check_batches(self)
-        self.evaluator.prepare(federation.num_clients)
+        self.evaluator.prepare(check_run(self, stage).num_clients)
         self.forget_net()  # made anew where the module then lies
         kind = RankedClients if self.trainer.world_size > 1 else SimulatedClients
         if isinstance(self.exchange, SimulatedClients) and type(self.exchange) is not kind:
@@ -248,8 +206,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         if stage == "fit":
             self.exchange.reset()
             # Of this fit; a checkpoint that is resumed says otherwise.
-            self.completed_rounds = self.completed_stages = 0
-            self.tally = Tally()
+            self.completed_rounds, self.completed_stages, self.tally = 0, 0, Tally()
 
     def teardown(self, stage: str) -> None:
         """Let the engine forget what it prepared, and stop its processes."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.measure import ACCURACY, Measure
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -76,52 +78,75 @@ def lines(
     return figure
 
 
-def heat_map(rounds: Sequence[int], accuracy: Values, title: str = "") -> Figure:
-    """Accuracy of every client by round: clients that stay behind are dark rows.
+def heat_map(rounds: Sequence[int], scores: Values, title: str = "", measure: Measure = ACCURACY) -> Figure:
+    """Score of every client by round: clients that stay behind are dark rows.
 
     Args:
         rounds: the rounds, in order.
-        accuracy: fractions, shape (rounds, clients); NaN is left white.
+        scores: accuracies as fractions, or another measure, shape (rounds, clients); NaN is left white.
         title: title of the picture.
+        measure: what the scores are.
     """
     figure = canvas(6.0, 4.0)
     axes = figure.subplots()
-    clients = accuracy.shape[1]
+    clients = scores.shape[1]
+    low, high = _limits(scores, measure)
     edges = np.append(np.asarray(rounds, dtype=np.float64), rounds[-1] + (rounds[-1] - rounds[-2] if rounds[1:] else 1))
+    colours = "cividis" if measure.higher_is_better else "cividis_r"
+    heights = measure.scale * scores.T
     mesh = axes.pcolormesh(
-        edges, np.arange(clients + 1) - 0.5, 100 * accuracy.T, cmap="cividis", vmin=0, vmax=100, rasterized=True
+        edges, np.arange(clients + 1) - 0.5, heights, cmap=colours, vmin=low, vmax=high, rasterized=True
     )
     axes.set(xlabel="round", ylabel="client", title=title)
     axes.locator_params(axis="y", integer=True)
-    figure.colorbar(mesh, ax=axes, label="accuracy on own samples (%)")
+    figure.colorbar(mesh, ax=axes, label=_on_own_samples(measure))
     return figure
 
 
-def distribution(runs: Mapping[str, tuple[Values, Sequence[Any]]], title: str = "") -> Figure:
-    """How many clients end with which accuracy, one panel per run, groups on top of each other.
+def distribution(
+    runs: Mapping[str, tuple[Values, Sequence[Any]]], title: str = "", measure: Measure = ACCURACY
+) -> Figure:
+    """How many clients end with which score, one panel per run, groups on top of each other.
 
     Args:
-        runs: by name the clients' accuracies as fractions, shape (clients,), and their groups, or an empty list.
+        runs: by name the clients' scores, accuracies as fractions, shape (clients,), and their groups, or an empty
+            list.
         title: below the last panel.
+        measure: what the scores are.
     """
     figure = canvas(7.0, 0.7 + 1.7 * len(runs))
     panels = np.atleast_1d(figure.subplots(len(runs), 1, sharex=True, sharey=True))
-    for axes, (name, (accuracy, groups)) in zip(panels, runs.items(), strict=True):
-        labels = list(groups) if len(groups) == len(accuracy) else ["clients"] * len(accuracy)
+    low, high = _limits(np.concatenate([scores for scores, _ in runs.values()]), measure)
+    for axes, (name, (scores, groups)) in zip(panels, runs.items(), strict=True):
+        labels = list(groups) if len(groups) == len(scores) else ["clients"] * len(scores)
         kinds = sorted(set(labels), key=lambda kind: (-labels.count(kind), str(kind)))[: len(COLOURS)]
-        parts = [100 * accuracy[[label == kind for label in labels]] for kind in kinds]
+        parts = [measure.scale * scores[[label == kind for label in labels]] for kind in kinds]
         names = [f"{kind} ({len(part)})" for kind, part in zip(kinds, parts, strict=True)]
         # Edges in the background's colour keep stacked bars apart in print.
         bars = {"stacked": True, "edgecolor": "white", "linewidth": 0.5}
-        axes.hist(parts, bins=np.linspace(0, 100, 41).tolist(), color=COLOURS[: len(kinds)], label=names, **bars)
-        mean = 100 * float(np.nanmean(accuracy))
-        axes.axvline(mean, color="black", linestyle="--", linewidth=1, label=f"mean {mean:.1f}")
+        axes.hist(parts, bins=np.linspace(low, high, 41).tolist(), color=COLOURS[: len(kinds)], label=names, **bars)
+        mean = measure.scale * float(np.nanmean(scores))
+        text = f"mean {mean:{'.1f' if measure.share else '.4g'}}"
+        axes.axvline(mean, color="black", linestyle="--", linewidth=1, label=text)
         axes.set_title(shorten(name, 80), fontsize="medium", loc="left")
-        axes.set(ylabel="clients", xlim=(0, 100))
+        axes.set(ylabel="clients", xlim=(low, high))
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize="small", loc="upper left")
-    panels[-1].set_xlabel(f"accuracy on own samples (%){': ' if title else ''}{title}")
+    panels[-1].set_xlabel(f"{_on_own_samples(measure)}{': ' if title else ''}{title}")
     return figure
+
+
+def _on_own_samples(measure: Measure) -> str:
+    return f"{measure.title} on own samples{' (%)' if measure.share else ''}"
+
+
+def _limits(scores: Values, measure: Measure) -> tuple[float, float]:
+    """From 0 to 100 percent; of a measure that is no share what the scores span, from 0 where none is below it."""
+    known = scores[np.isfinite(scores)]
+    if measure.share or not known.size:
+        return 0.0, measure.scale
+    low, high = min(float(known.min()), 0.0), float(known.max())
+    return low, high if high > low else low + 1.0
 
 
 def scatter(points: Values, labels: Sequence[Any], title: str, names: Sequence[str] = ()) -> Figure:

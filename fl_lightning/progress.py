@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedCo
 from rich.progress import Task
 from rich.text import Text
 
+from fl_lightning.measure import ACCURACY
 from fl_lightning.view import View
 from fl_lightning.wire import Message
 
@@ -58,8 +59,8 @@ class FederatedTQDMProgressBar(TQDMProgressBar):
     ) -> None:
         """Show the round's metrics."""
         if self._clients is None:  # not a federated module
-            return super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self.is_enabled:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        elif self.is_enabled:
             self._draw()
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
@@ -117,9 +118,10 @@ class FederatedRichProgressBar(RichProgressBar):
     ) -> None:
         """Show the round's metrics."""
         if self._clients is None:  # not a federated module
-            return super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._update_metrics(trainer, pl_module)
-        self.refresh()
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        else:
+            self._update_metrics(trainer, pl_module)
+            self.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         """Lightning's columns, but for the speed."""
@@ -134,7 +136,7 @@ class FederatedRichProgressBar(RichProgressBar):
 
 
 class RoundProgress(ProgressBar):
-    """The command line's view of a run: round, clients done, local steps a second, mean accuracy, time to the end.
+    """The command line's view of a run: round, clients done, local steps a second, mean score, time to the end.
 
     ``Trainer(callbacks=[RoundProgress()])`` gives it to runs in Python. Where there is no terminal it writes a plain
     line every ten seconds.
@@ -149,7 +151,7 @@ class RoundProgress(ProgressBar):
         self._view: View | None = None
         self._clients = self._trained = self._before = 0
         self._began = 0.0
-        self._speed = self._accuracy = ""
+        self._speed = self._score = ""
 
     def disable(self) -> None:
         """Show nothing from now on."""
@@ -189,16 +191,18 @@ class RoundProgress(ProgressBar):
             self._speed = f"{(_steps(pl_module) - self._before) / seconds:,.0f} steps/s"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the round's accuracy."""
-        known = [split for split in ("val", "test") if f"{split}/acc" in trainer.callback_metrics]
+        """Show the clients' mean of what counts."""
+        module: Any = pl_module
+        measure = module.task.measure if hasattr(module, "task") else ACCURACY
+        known = [split for split in ("val", "test") if f"{split}/{measure.name}" in trainer.callback_metrics]
         if known and not trainer.sanity_checking:
-            accuracy = 100 * float(trainer.callback_metrics[f"{known[0]}/acc"])
-            self._accuracy = f"{known[0]} accuracy {accuracy:.1f} %"
+            mean = measure.scale * float(trainer.callback_metrics[f"{known[0]}/{measure.name}"])
+            self._score = f"{known[0]} {measure.title} {mean:{'.1f' if measure.share else '.4g'}}{measure.unit}"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The round is over."""
         if self._view is not None:
-            self._view.update(trainer.current_epoch + 1, self._counted(), self._speed, self._accuracy)
+            self._view.update(trainer.current_epoch + 1, self._counted(), self._speed, self._score)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last line on the screen."""
@@ -216,7 +220,7 @@ class RoundProgress(ProgressBar):
         if self._view is not None:
             # A round's clients and its validation share the step to the next round.
             part = 0.9 * self._trained / max(self._clients, 1)
-            self._view.update(round + part, self._counted(), self._speed, self._accuracy)
+            self._view.update(round + part, self._counted(), self._speed, self._score)
 
     def _counted(self) -> str:
         return f"clients {self._trained}/{self._clients}" if self._clients else ""

@@ -45,11 +45,15 @@ class SecretStream:
         self._key = (new_key() if key is None else key) + purpose.encode()
         self._count = 0
 
-    def uniform(self, n: int) -> NDArray[np.float64]:
-        """Uniform draws from (0, 1], with all 53 bits, shape (n,)."""
+    def words(self, n: int) -> NDArray[np.uint64]:
+        """Uniform draws of 64 bits, shape (n,)."""
         material = hashlib.shake_256(self._key + self._count.to_bytes(8, "little"))
         self._count += 1
-        words = np.frombuffer(material.digest(8 * n), dtype=np.uint64)
+        return np.frombuffer(material.digest(8 * n), dtype=np.uint64)
+
+    def uniform(self, n: int) -> NDArray[np.float64]:
+        """Uniform draws from (0, 1], with all 53 bits, shape (n,)."""
+        words = self.words(n)
         return ((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
 
     def normal(self, shape: Sequence[int]) -> Tensor:

@@ -238,15 +238,18 @@ class RankedClients(SimulatedClients):
         return super().gather([one for part, _ in parts for one in part])
 
     def _agree_on_engine(self, setting: Setting, messages: Messages) -> None:
-        """Let all ranks use the engine that the first of them chooses."""
+        """Let all ranks use the engine that the first of them chooses; once is enough."""
         engine, trainer = self.method.engine, self.method.trainer
-        if engine.choice is None and trainer.is_global_zero:
+        if engine.choice is not None:
+            return
+        if trainer.is_global_zero:
             mes = in_stacks([self.me(number, setting) for number in messages], engine.width)[0]
             federation, rows = together([me.data for me in mes])
             states = [self.method.enter(messages[me.number], me) for me in mes]
             jobs = [Job(row, state) for row, state in zip(rows, states, strict=True)]
             with in_round(self.method, setting.round, setting.rounds):
                 engine.choose(self.method.plan(mes[0]), federation, jobs, setting.round)
+        ranks.meet()
         choice = trainer.strategy.broadcast(engine.choice)
         if engine.choice is None and choice is not None:
             engine.settle(choice)

@@ -24,6 +24,7 @@ from torchmetrics.classification import (
 from torchmetrics.text import Perplexity
 
 from fl_lightning.errors import FederationError
+from fl_lightning.measure import Measure
 
 
 class Task(ABC):
@@ -92,6 +93,13 @@ class Task(ABC):
                 "say it as higher_is_better."
             )
         return bool(metric.higher_is_better)
+
+    @property
+    def measure(self) -> Measure:
+        """The headline metric, for whoever prints it or asks how evenly clients are served."""
+        metric = self.metrics(2)[self.headline]
+        share = (metric.plot_lower_bound, metric.plot_upper_bound) == (0.0, 1.0)
+        return Measure(self.headline, self.higher_is_better, share)
 
     @property
     def spec(self) -> dict[str, Any]:

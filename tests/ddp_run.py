@@ -17,7 +17,10 @@ def main(kind: str, engine: str, devices: int, path: str) -> None:
     method = KINDS[kind](mlp(), lr=0.1, epochs=2, batch_size=8, engine=engine)
     data = blobs((40, 27, 33, 16, 21), fraction=0.8)
     ledger = LedgerCallback(folder=f"{path}.ledger")
-    callbacks = [ledger, *([DifferentialPrivacyCallback(1.0, 0.5)] if kind == "private" else [])]
+    callbacks = [
+        ledger,
+        *([DifferentialPrivacyCallback(1.0, 0.5, reproducible_noise=True)] if kind == "private" else []),
+    ]
     strategy = "ddp" if devices > 1 else "auto"
     run = fit(method, data, rounds=3, devices=devices, strategy=strategy, callbacks=callbacks)
     private = {f"{c}.{k}": v for c in method.snapshots for k, v in method.snapshots[c].private.items()}

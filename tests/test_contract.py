@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -24,19 +25,9 @@ FORBIDDEN = {
     "trainer", "_trainer", "datamodule", "federation", "snapshots", "server_state", "server", "roster", "exchange",
     "simulation", "completed_rounds", "completed_stages", "stage", "evaluator", "loop", "cohort", "personal_state",
 }  # fmt: skip
+#: Names that no client hook has, whatever object they are of.
+NOWHERE = {"trainer", "_trainer", "datamodule", "federation", "snapshots", "server_state"}
 KINDS = [FederatedModule, *(getattr(methods, name) for name in methods.__all__)]
-
-
-def source_of(kind: type, name: str) -> ast.AST | None:
-    """The syntax tree of a function or property as a class, or one above it, defines it."""
-    for owner in kind.__mro__:
-        value = vars(owner).get(name)
-        if value is not None and owner.__module__.startswith("fl_lightning"):
-            function = value.fget if isinstance(value, property) else value
-            if inspect.isfunction(function):
-                return ast.parse(textwrap.dedent(inspect.getsource(function)))
-            return None
-    return None
 
 
 def attributes(tree: ast.AST) -> Iterator[str]:
@@ -49,11 +40,33 @@ def attributes(tree: ast.AST) -> Iterator[str]:
                 yield node.attr
 
 
-def reached(kind: type, hooks: set[str]) -> dict[str, str]:
-    """Every attribute that client hooks use, directly or through other methods of the class, and who uses it."""
-    found: dict[str, str] = {}
-    open_ = list(hooks)
-    seen = set(hooks)
+def names(tree: ast.AST) -> Iterator[str]:
+    """Every attribute in a syntax tree, whatever object it is of, and every argument."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def handed(tree: ast.AST) -> Iterator[str]:
+    """Names of the functions that are called with ``self``."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and any(isinstance(given, ast.Name) and given.id == "self" for given in node.args)
+        ):
+            yield node.func.id
+
+
+def tree_of(function: Callable[..., Any]) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def walked(kind: type, hooks: set[str]) -> Iterator[tuple[str, ast.AST]]:
+    """The functions that client hooks come to: methods of the class, and functions to which they hand themselves."""
+    open_, seen = list(hooks), set(hooks)
     while open_:
         name = open_.pop()
         for owner in kind.__mro__:  # super() may lead to any of them
@@ -61,12 +74,20 @@ def reached(kind: type, hooks: set[str]) -> dict[str, str]:
             function = value.fget if isinstance(value, property) else value
             if not owner.__module__.startswith("fl_lightning") or not inspect.isfunction(function):
                 continue
-            for used in attributes(ast.parse(textwrap.dedent(inspect.getsource(function)))):
-                found.setdefault(used, f"{owner.__name__}.{name}")
-                if used not in seen:
-                    seen.add(used)
-                    open_.append(used)
-    return found
+            tree = tree_of(function)
+            yield f"{owner.__name__}.{name}", tree
+            used = set(attributes(tree))
+            open_ += used - seen
+            seen |= used
+            for called in handed(tree):
+                helper = function.__globals__.get(called)
+                if inspect.isfunction(helper) and helper.__module__.startswith("fl_lightning.methods"):
+                    yield called, tree_of(helper)
+
+
+def reached(kind: type, hooks: set[str]) -> dict[str, str]:
+    """Every attribute of ``self`` that client hooks use, directly or through other methods, and who uses it."""
+    return {used: user for user, tree in walked(kind, hooks) for used in attributes(tree)}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -76,34 +97,56 @@ def test_no_client_hook_reaches_what_only_the_server_has(kind: type) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_no_client_hook_names_what_belongs_to_others(kind: type) -> None:
+    """Of no object, not even of its data: neither in the hook nor in a function that it hands itself to."""
+    wrong = {user: found for user, tree in walked(kind, HOOKS) if (found := NOWHERE.intersection(names(tree)))}
+    assert not wrong
+
+
 def test_the_check_sees_what_a_hook_reaches() -> None:
     class Looks(methods.FedAvg):
-        def enter(self, received, me):  # type: ignore[no-untyped-def]
+        def enter(self, received: Any, me: Any) -> Any:
             return self.helper() or super().enter(received, me)
 
-        def helper(self):  # type: ignore[no-untyped-def]
+        def helper(self) -> Any:
             return self.snapshots[0].private
 
     Looks.__module__ = "fl_lightning.test"
     assert reached(Looks, HOOKS)["snapshots"] == "Looks.helper"
 
 
-def test_methods_use_no_private_member_of_the_base() -> None:
-    own = {name for kind in FederatedModule.__mro__[1:5] for name in vars(kind) if name.startswith("_")}
-    for kind in KINDS[1:]:
-        for owner in kind.__mro__:
-            if owner.__module__.startswith("fl_lightning.methods"):
-                tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-                used = {name for name in attributes(tree) if name.startswith("_") and not name.startswith("__")}
-                mine = {
-                    name
-                    for each in kind.__mro__
-                    if each.__module__.startswith("fl_lightning.methods")
-                    for name in vars(each)
-                }
-                assigned = {
-                    n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
-                }
-                assert not {
-                    name for name in used & (own | {"_trainer", "_names", "_functional"}) if name not in mine | assigned
-                }
+def test_the_check_sees_what_a_hook_hands_itself_to() -> None:
+    class Hands(methods.FedAvg):
+        def leave(self, state: Any, received: Any, me: Any) -> Any:
+            return peeks(self) or me.data.source.federation
+
+    Hands.__module__, peeks.__module__ = "fl_lightning.test", "fl_lightning.methods.test"
+    found = {name for _, tree in walked(Hands, {"leave"}) for name in names(tree)}
+    assert {"snapshots", "federation"} <= found
+
+
+def peeks(method: Any) -> Any:
+    return method.snapshots
+
+
+def private(found: Iterable[str]) -> set[str]:
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def members(kind: type) -> set[str]:
+    """Members of a class, and attributes that its functions set."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    set_ = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return {*vars(kind), *set_}
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.__name__)
+def test_methods_use_no_private_member_of_the_base(kind: type) -> None:
+    owners = [owner for owner in kind.__mro__ if owner.__module__.startswith("fl_lightning.methods")]
+    own = {name for owner in owners for name in members(owner)}
+    for owner in owners:
+        used = private(attributes(ast.parse(textwrap.dedent(inspect.getsource(owner)))))
+        assert used <= own, owner
+    base = {name for owner in FederatedModule.__mro__ for name in private(vars(owner))}
+    assert not base & private(own)  # nor does it hide one

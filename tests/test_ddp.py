@@ -40,8 +40,6 @@ def run(kind: str, engine: str, devices: int, path: Path) -> list[dict[str, Any]
     ("kind", "engine"), [("SCAFFOLD", "sequential"), ("FedAvg", "auto"), ("private", "sequential")]
 )
 def test_two_ranks_agree_with_one_process(kind: str, engine: str, tmp_path: Path) -> None:
-    if kind == "private":
-        pytest.importorskip("opacus", reason="opacus is not installed: pip install '.[privacy]'")
     (alone,) = run(kind, engine, 1, tmp_path / "one")
     first, second = run(kind, engine, 2, tmp_path / "two")
     assert largest_difference(first["weights"], second["weights"]) == 0.0

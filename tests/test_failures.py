@@ -71,7 +71,7 @@ def test_all_not_finite_stops_the_run_and_keeps_the_checkpoint(kind: str, tmp_pa
     with pytest.raises(FederationError, match=r"In round 2 the updates of all 4 clients \(0, 1, 2, 3\) are not finite"):
         fit(method, blobs(), 5, path, enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path)])
     good = Poisoned(mlp(), bad=(), lr=0.1)
-    trainer().test(good, datamodule=blobs(), ckpt_path=str(sorted(tmp_path.glob("epoch=1*"))[0]), verbose=False)
+    trainer().test(good, datamodule=blobs(), ckpt_path=str(min(tmp_path.glob("epoch=1*"))), verbose=False)
     assert all(value.isfinite().all() for value in weights(good).values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -13,6 +14,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import fl_lightning
+from fl_lightning import callbacks, datamodules, methods, nets
+from fl_lightning.cli import main
+from fl_lightning.requirements import check_requirements
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -87,6 +96,94 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
     wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["docs"], *extras["text"]]
     names = {canonical(re.match(r"[A-Za-z0-9._-]+", requirement).group()) for requirement in wanted}  # type: ignore[union-attr]
     assert names - pinned == set()
+
+
+def imported_by(folder: Path) -> set[str]:
+    """The top-level names of other packages that the modules of a folder import, also late or by name."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"fl_lightning"}
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    """The names of the distributions that are required."""
+    return {canonical(Requirement(one).name) for one in requirements}
+
+
+def test_what_is_imported_is_declared_and_nothing_else() -> None:
+    called = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+    imported = {canonical(called.get(name, name)) for name in imported_by(ROOT / "fl_lightning")}
+    extras = PROJECT["project"]["optional-dependencies"]
+    users = [one for name, ones in extras.items() if name not in ("dev", "docs", "oracle") for one in ones]
+    declared, optional = names_of(PROJECT["project"]["dependencies"]), names_of(users)
+    assert imported - declared - optional == set()
+    assert declared - imported == {"jsonargparse"}, "Lightning's command line needs jsonargparse"
+    assert optional - imported == set()
+
+
+def test_the_oldest_versions_are_the_declared_bounds() -> None:
+    """``make test-oldest`` tests with them; every bound is the version that is tested, or a shorter way to write it."""
+    lines = [line for line in (ROOT / "constraints-oldest.txt").read_text().splitlines() if not line.startswith("#")]
+    oldest = {canonical(one.name): next(iter(one.specifier)).version for one in map(Requirement, lines)}
+    extras = PROJECT["project"]["optional-dependencies"]
+    users = [one for name, ones in extras.items() if name not in ("dev", "docs", "oracle") for one in ones]
+    for requirement in map(Requirement, [*PROJECT["project"]["dependencies"], *users]):
+        (bound,) = (one.version for one in requirement.specifier if one.operator in (">=", "=="))
+        assert Version(oldest[canonical(requirement.name)]).release[:2] == (*Version(bound).release, 0)[:2], requirement
+
+
+def test_pre_commit_takes_the_pinned_versions() -> None:
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:])
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    revisions = {repo["repo"].rpartition("/")[2]: repo["rev"] for repo in hooks}
+    assert revisions["ruff-pre-commit"] == f"v{pinned['ruff']}"
+    assert revisions["codespell"] == f"v{pinned['codespell']}"
+
+
+def test_workflows_call_targets_that_there_are() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    files = [*(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / ".ci" / "run", ROOT / "CONTRIBUTING.md"]
+    called = {
+        file.name: re.findall(r"(?:run: |^|`)make ((?:[a-z-]+ ?)+)", file.read_text(), re.MULTILINE) for file in files
+    }
+    assert {"ci.yml", "run", "CONTRIBUTING.md"} <= {name for name, found in called.items() if found}
+    assert {one for found in called.values() for words in found for one in words.split()} - targets == set()
+    for file in (ROOT / ".github").rglob("*.yml"):
+        assert isinstance(yaml.safe_load(file.read_text()), dict), file
+
+
+def test_a_version_that_is_not_declared_is_refused_in_a_sentence() -> None:
+    check_requirements(["numpy>=1.26", "nosuchpackage>=3", "torch>=99; extra == 'gpu'"])
+    with pytest.raises(ImportError, match=r"works with torch>=99, but torch [\d.+a-z]+ is installed: pip install"):
+        check_requirements(["numpy>=1.26", "torch>=99"])
+
+
+def test_classes_can_be_imported_from_the_package_itself() -> None:
+    packages = (methods, datamodules, nets, callbacks)
+    names = {name for package in packages for name in package.__all__ if name[0].isupper()}
+    assert names <= set(dir(fl_lightning))
+    assert sum(name[0].isupper() for package in packages for name in package.__all__) == len(names), "one meaning each"
+    for package in packages:
+        for name in names & set(package.__all__):
+            assert getattr(fl_lightning, name) is getattr(package, name)
+    with pytest.raises(AttributeError, match="no attribute 'FedNothing'"):
+        _ = fl_lightning.FedNothing
+    light = "import sys, fl_lightning; from fl_lightning import cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", light], cwd=ROOT).returncode == 0
+
+
+def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "version" in PROJECT["project"]["dynamic"]
+    main(["--version"])
+    assert capsys.readouterr().out == f"fl-lightning {fl_lightning.__version__}\n"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == fl_lightning.__version__
+    assert f"## {fl_lightning.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def canonical(name: str) -> str:

@@ -69,7 +69,7 @@ if __name__ == "__main__":
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FL_LIGHTNING_TIMEOUT": "90"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 
 from fl_lightning import methods
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import IFCA, SCAFFOLD, FedAvg
+from fl_lightning.methods import IFCA, SCAFFOLD, FedAvg, PFedMe
 from fl_lightning.robust import Median, TrimmedMean
 from fl_lightning.wire import Message
 from tests.support import blobs, fit, largest_difference, mlp, weights
 
-REFUSING = {"QFFL", "FedDAF", "FedMA", "PFedMe", "WeightErosion", "WAFFLEAvg"}
+REFUSING = {"QFFL", "FedDAF", "FedMA", "WeightErosion", "WAFFLEAvg"}
 OPTIONS: dict[str, Any] = {"lr": 0.1, "batch_size": 8, "engine": "stacked", "weighting": "uniform"}
 
 
@@ -48,6 +49,33 @@ def test_the_median_is_that_of_each_entry(kind: Any) -> None:
         name = method.trainable_names[0]
         changes = torch.stack([tensors[f"control.change.{name}"] for tensors in seen[0]])
         torch.testing.assert_close(method.server_control()[name], changes.median(0).values, rtol=0, atol=1e-14)
+
+
+def test_pfedme_mixes_its_model_with_the_median() -> None:
+    method, seen = PFedMe(mlp(), aggregation=Median(), beta=0.25, **{**OPTIONS, "lr": 0.05}), []
+    before = {name: value.clone().double() for name, value in mlp().state_dict().items()}
+    method.on_before_aggregate = lambda messages: seen.append([m.tensors for m in messages])  # type: ignore[attr-defined]
+    fit(method, blobs((16, 16, 16)), 1)
+    for name in method.shared_names:
+        median = torch.stack([tensors[name] for tensors in seen[0]]).median(0).values
+        expected = 0.75 * before[name] + 0.25 * median
+        torch.testing.assert_close(method.server_state()[name], expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_the_servers_optimizer_steps_towards_what_the_rule_gives(rate: float) -> None:
+    """Server SGD with a rate of 0.5 goes half of the way to the median."""
+    method, seen = (
+        FedAvg(mlp(), aggregation=Median(), server_optimizer=partial(torch.optim.SGD, lr=rate), **OPTIONS),
+        [],
+    )
+    before = {name: value.clone().double() for name, value in mlp().state_dict().items()}
+    method.on_before_aggregate = lambda messages: seen.append([m.tensors for m in messages])  # type: ignore[attr-defined]
+    fit(method, blobs((16, 16, 16)), 1)
+    for name in method.trainable_names:
+        median = torch.stack([tensors[name] for tensors in seen[0]]).median(0).values
+        expected = (1 - rate) * before[name] + rate * median
+        torch.testing.assert_close(method.server_state()[name], expected, rtol=0, atol=1e-14)
 
 
 def test_one_hostile_client_of_four_moves_the_mean_and_not_the_median() -> None:

@@ -84,7 +84,7 @@ def test_without_a_total_there_is_no_estimate() -> None:
 def test_a_fit_says_round_clients_speed_accuracy_and_time(capsys: pytest.CaptureFixture[str]) -> None:
     fit(FedAvg(mlp(), engine="stacked"), blobs(), 2, callbacks=[RoundProgress()], enable_progress_bar=True)
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert re.fullmatch(r"round 2/2  clients 4/4  [\d,]+ steps/s  accuracy \d+\.\d %  in \d:\d\d", last)
+    assert re.fullmatch(r"round 2/2  clients 4/4  [\d,]+ steps/s  test accuracy \d+\.\d %  in \d:\d\d", last)
 
 
 def test_a_quiet_fit_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

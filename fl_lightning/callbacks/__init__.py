@@ -18,6 +18,7 @@ from fl_lightning.callbacks.poisoning import BackdoorCallback, LabelFlipCallback
 from fl_lightning.callbacks.predictions import PredictionWriter
 from fl_lightning.callbacks.private_sgd import PrivateSGDCallback
 from fl_lightning.callbacks.record import RunRecord
+from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.progress import (
     FederatedRichProgressBar,
     FederatedTQDMProgressBar,
@@ -49,6 +50,7 @@ __all__ = [
     "PrivateSGDCallback",
     "RoundProgress",
     "RunRecord",
+    "SecureAggregationCallback",
     "SignalsCallback",
     "UpdatePoisoningCallback",
     "federated_progress_bar",

@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -27,7 +28,8 @@ from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, interc
 from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message, State
 
-ViewName = Literal["outsider", "server", "other_client", "insider"]
+ViewName = Literal["outsider", "server", "other_client", "insider", "sums", "colluding"]
+#: Those of every run; ``sums`` and ``colluding`` are for secure aggregation.
 ALL_VIEWS: tuple[ViewName, ...] = ("outsider", "server", "other_client", "insider")
 
 
@@ -82,8 +84,10 @@ class AttackCallback(Several, FederatedCallback):
         self.watch: Callable[[int, int], None] | None = None
         self._module: FederatedModule | None = None
         self._initial: FederatedModule | None = None
-        self._began = self._trained = False
+        self._began = self._trained = self._hidden = False
         self._heard: dict[int, list[tuple[State, State]]] = {}
+        self._means: list[State] = []
+        self._left: dict[int, list[State]] = {}
 
     @abstractmethod
     def strike(self, trainer: Trainer, run: Run) -> list[dict[str, Any]]:
@@ -92,6 +96,11 @@ class AttackCallback(Several, FederatedCallback):
     def notes(self) -> dict[str, Any]:
         """What the report says beside its rows."""
         return {}
+
+    @property
+    def sums(self) -> bool:
+        """Whether a view lives on the means of rounds."""
+        return any(view.sums for view in self.views)
 
     @property
     def report(self) -> Report | None:
@@ -107,6 +116,10 @@ class AttackCallback(Several, FederatedCallback):
                 f"{type(pl_module).__name__} with agent_of_interest=all trains a model for every agent, and attacks "
                 "are on clients that train one: attack a run for one agent."
             )
+        callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
+        self._hidden = any(isinstance(one, FederatedCallback) and one.hides_messages for one in callbacks)
+        if self._hidden and not self.sums:
+            self.views += make_views(["sums"])
         self.wire = Wire(self.clients, self.memory)
         if stage == "fit":
             self.reports = {}
@@ -125,8 +138,14 @@ class AttackCallback(Several, FederatedCallback):
         self.wire.hand(client, message)
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """Listen."""
-        self.wire.note(client, message.tensors)
+        """Listen; where secure aggregation hides a message only that there was one is known."""
+        self.wire.note(client, {} if self._hidden else message.tensors)
+
+    def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """Keep the mean, for views that live on it."""
+        if self.sums:
+            apart = [*self.wire.sent] if any(view.name == "colluding" for view in self.views) else []
+            self.wire.note_mean(messages, _federated(pl_module).weighting, apart)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """Attack, if it is time."""
@@ -147,17 +166,24 @@ class AttackCallback(Several, FederatedCallback):
         stream = seeding.stream(module.seed, "attack.clients")
         chosen = sorted(stream.permutation(module.federation.num_clients)[: self.clients].tolist())
         self.reports.pop(module.completed_rounds, None)  # of another run, or of this one's messages in its fit
-        self._carry_out(trainer, pl_module, intercept(module, chosen, _protection(trainer, pl_module)))
+        others: list[int] | None = None
+        if self.sums:
+            drawn = module.cohort(module.completed_rounds)
+            others = [client for client in drawn if client not in chosen][: max(1, len(drawn) - len(chosen))]
+        run = intercept(module, chosen, _protection(trainer, pl_module), others, self._hidden)
+        self._carry_out(trainer, pl_module, run)
 
     def state_dict(self) -> dict[str, Any]:
         """What was heard so far, so that a resumed run's attack is that of one never stopped."""
-        kept = {"sent": self.wire.sent, "received": self.wire.received}
-        return {name: {client: list(heard) for client, heard in found.items()} for name, found in kept.items()}
+        kept = {"sent": self.wire.sent, "received": self.wire.received, "left": self.wire.left}
+        found = {name: {client: list(heard) for client, heard in every.items()} for name, every in kept.items()}
+        return {**found, "means": list(self.wire.means)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         sent, received = state_dict["sent"], state_dict["received"]
         self._heard = {client: list(zip(received[client], messages, strict=True)) for client, messages in sent.items()}
+        self._means, self._left = state_dict.get("means", []), state_dict.get("left", {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up what a checkpoint had heard, on the module's device.
@@ -171,7 +197,12 @@ class AttackCallback(Several, FederatedCallback):
                 down, up = ({name: value.to(pl_module.device) for name, value in one.items()} for one in messages)
                 self.wire.hand(client, down)
                 self.wire.note(client, up)
-        self._heard = {}
+        here = [{name: value.to(pl_module.device) for name, value in one.items()} for one in self._means]
+        self.wire.means = deque([*self.wire.means, *here], maxlen=self.memory)
+        for client, left in self._left.items():
+            moved = ({name: value.to(pl_module.device) for name, value in one.items()} for one in left)
+            self.wire.left[client] = deque(moved, maxlen=self.memory)
+        self._heard, self._means, self._left = {}, [], {}
 
     def run_metrics(self) -> dict[str, float]:
         """The last report's figures for the tables of ``fl-lightning reproduce``, in their units.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -56,6 +56,11 @@ class FederatedCallback(Callback):
     Lightning's own ``on_train_batch_start`` and ``on_train_batch_end``. To derive from this class only helps type
     checkers and editors.
     """
+
+    #: Whether it replaces what clients send.
+    changes_messages: ClassVar[bool] = False
+    #: Whether it keeps single messages from everybody but their clients.
+    hides_messages: ClassVar[bool] = False
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
         """A round begins.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COMMON = ("clients", "data.fraction", "rounds", "lr", "epochs", "batch_size")
 #: Those that are shown at first: TensorBoard sorts by name, capitals before others, and shows five.
 FIRST = ("method", "data", "partition", "net", "seed")
-#: Metrics of that table, where they are logged.
+#: Metrics of that table, where they are logged; ``acc`` is the metric that counts.
 METRICS = ("acc", "acc_worst10", "acc_majority", "acc_minority", "gap", "variance", "jain")
 #: Numbers that are kept of a client's update, whatever the size of the model.
 SKETCH = 256
@@ -35,16 +35,17 @@ SKETCH = 256
 class Dashboard(Callback):
     """Lays TensorBoard out for a federated run.
 
-    - **Custom scalars**: the pages Accuracy, Fairness, Privacy, Communication and Method, with charts of whatever the
+    - **Custom scalars**: the pages Scores, Fairness, Privacy, Communication and Method, with charts of whatever the
       callbacks that are on have logged; a page that nothing was logged for is not there.
-    - **Histograms** over clients: accuracy, training loss, norm of the update.
-    - **Images**: the partition, every client's accuracy by round, a t-SNE map of the clients by their last updates, and
+    - **Histograms** over clients: score, training loss, norm of the update.
+    - **Images**: the partition, every client's score by round, a t-SNE map of the clients by their last updates, and
       the pictures of every callback that has a method ``dashboard_figures(trainer, module)`` which returns figures by
       name.
     - **HParams**: settings and last metrics, so that runs can be sorted.
 
     It adds five numbers to the log: ``val/acc_low``, ``val/acc_median`` and ``val/acc_high`` (the clients' first, fifth
-    and ninth decile), ``comm/up_total`` and ``comm/down_total``. Training is not changed by it.
+    and ninth decile; ``acc`` is the task's headline metric), ``comm/up_total`` and ``comm/down_total``. Training is not
+    changed by it.
 
     Args:
         images_every: draw pictures every so many rounds; 0 draws them at the end alone.
@@ -105,21 +106,21 @@ class Dashboard(Callback):
         module: Any = pl_module
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        accuracies = module.evaluator.accuracies()
-        self.history.add(trainer.current_epoch, accuracies)
-        known = scored(accuracies).double()
+        scores, headline = module.evaluator.headline(module.task), module.task.headline
+        self.history.add(trainer.current_epoch, scores)
+        known = scored(scores).double()
         if len(known):
             marks = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
             for name, value in zip(("low", "median", "high"), known.quantile(marks), strict=True):
-                _log(pl_module, f"{module.federation.validated}/acc_{name}", value)
+                _log(pl_module, f"{module.federation.validated}/{headline}_{name}", value)
             if self.histograms:
-                self._histogram(trainer, "clients/acc", known)
+                self._histogram(trainer, f"clients/{headline}", known)
 
     # ---- what is shown --------------------------------------------------------------------------------------
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay the pages out, as soon as it is known what is logged, and again when something new is."""
-        self._lay_out(trainer)
+        self._lay_out(trainer, pl_module)
         self._note_settings(trainer, pl_module)
         if self.images_every and (trainer.current_epoch + 1) % self.images_every == 0:
             self._show(trainer, self.figures(trainer, pl_module))
@@ -128,7 +129,7 @@ class Dashboard(Callback):
         """Show the last pictures, and close the table's row."""
         from torch.utils.tensorboard.summary import hparams
 
-        self._lay_out(trainer)
+        self._lay_out(trainer, pl_module)
         self._show(trainer, self.figures(trainer, pl_module))
         if self._session:
             for logger in _loggers(trainer):
@@ -139,11 +140,12 @@ class Dashboard(Callback):
         """The pictures by name: clients by round, the map of the clients, and those of the other callbacks."""
         if not _loggers(trainer):
             return {}
-        rounds, accuracy = self.history.table()
-        found: dict[str, Figure] = {}
+        rounds, scores = self.history.table()
+        measure, found = module.task.measure, dict[str, Any]()
         if rounds:
-            found["clients/accuracy_by_round"] = pictures.heat_map(
-                rounds, accuracy.double().numpy(), "accuracy of every client"
+            title = f"{measure.title} of every client"
+            found[f"clients/{measure.title}_by_round"] = pictures.heat_map(
+                rounds, scores.double().numpy(), title, measure
             )
         if self.tsne and len(self.sketches) > 3:
             found["clients/tsne_of_updates"] = self._map(module)
@@ -163,10 +165,10 @@ class Dashboard(Callback):
         names = [str(client) for client in clients] if len(clients) <= 100 else ()
         return pictures.scatter(points, labels, "t-SNE of the clients' last updates", names)
 
-    def _lay_out(self, trainer: Trainer) -> None:
+    def _lay_out(self, trainer: Trainer, module: Any) -> None:
         layout: dict[str, Any] = {
             page: {chart.title: ["Margin" if chart.band else "Multiline", list(chart.tags)] for chart in shown}
-            for page, shown in charts(trainer.callback_metrics).items()
+            for page, shown in charts(trainer.callback_metrics, module.task.headline).items()
         }
         if layout != self._layout and layout:
             self._layout = layout
@@ -178,7 +180,7 @@ class Dashboard(Callback):
         from torch.utils.tensorboard.summary import hparams
 
         split = module.federation.validated
-        names = [f"{split}/{name}" for name in METRICS]
+        names = [f"{split}/{name.replace('acc', module.task.headline)}" for name in METRICS]
         metrics = {name: 0.0 for name in names if name in trainer.callback_metrics}
         if self._session or not metrics:
             return

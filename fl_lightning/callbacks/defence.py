@@ -86,6 +86,8 @@ class DifferentialPrivacyCallback(FederatedCallback):
         clip_rate: how fast it follows.
     """
 
+    changes_messages = True
+
     def __init__(
         self,
         clip: float = 1.0,

@@ -16,8 +16,8 @@ from torch import Tensor
 from fl_lightning.callbacks.base import Several
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation, Split
-from fl_lightning.metrics import fairness_summary, group_means, majority_minority
-from fl_lightning.metrics.fairness import corrected_variance, fairness_intervals, scored
+from fl_lightning.metrics import ACCURACY, Measure, fairness_summary, group_means, majority_minority
+from fl_lightning.metrics.fairness import corrected_variance, corrected_worst_decile, fairness_intervals, scored
 from fl_lightning.module import FederatedModule
 
 #: With more groups than this only their gap is logged; the table lists all.
@@ -31,8 +31,8 @@ COLUMNS = {
     "gain over Local": "local_gap",
     "worse than Local": "local_worse",
 }
-#: Fractions that the table shows in percent; the variance is in percent squared already.
-PERCENT = {"worst10", "local_gap", "local_worse"}
+#: Scores that the table shows in percent if they are shares; the variance is in percent squared already.
+SCORES = {"worst10", "local_gap"}
 Row = dict[str, str]
 
 
@@ -40,12 +40,16 @@ class FairnessCallback(Several):
     """Logs how evenly the clients are served, after every round and at the test.
 
     Logged under ``val/`` (after a round, where samples are held out for it) and ``test/``: ``variance`` (percent
-    squared), ``variance_corrected`` (less what few samples alone make of clients that are equal), ``jain``,
-    ``entropy``, and where clients form groups ``gap`` and the groups' mean accuracies, ``acc_majority`` and
-    ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger ``acc_clients`` is
-    the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training alone, and ``local_worse``,
-    the share of clients that had better stayed alone. Clients that were not evaluated, as with
+    squared), ``variance_corrected`` and ``worst10_corrected`` (less what few samples alone make of clients that are
+    equal), ``jain``, ``entropy``, and where clients form groups ``gap`` and the groups' mean accuracies,
+    ``acc_majority`` and ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger
+    ``acc_clients`` is the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training alone, and
+    ``local_worse``, the share of clients that had better stayed alone. Clients that were not evaluated, as with
     ``limit_val_batches``, are left out.
+
+    A task with another headline metric has that in the place of accuracy, such as ``rmse_majority``. Gap and gain are
+    greater than 0 where the majority, or the federation, fares better, also where less is better; the variance of a
+    metric that is no share is in its units squared, and is not corrected.
 
     At the end of a fit, a validation or a test the table of sub-populations is written to the log folder as
     ``fairness_<split>.csv`` and ``fairness_<split>.md``, in percent.
@@ -57,8 +61,8 @@ class FairnessCallback(Several):
 
     Args:
         group: what of the federation's ``meta`` divides the clients; without it they are one group.
-        local: accuracy of every client trained alone, as fractions, or the checkpoint of a finished run of Local on the
-            same data.
+        local: score of every client trained alone, accuracies as fractions, or the checkpoint of a finished run of
+            Local on the same data and task.
         folder: where the table is written; None means the Trainer's log folder.
     """
 
@@ -67,12 +71,14 @@ class FairnessCallback(Several):
         self._groups: Tensor | None = None
         self._names: list[str] = []
         self._local: dict[str, Tensor] = {}
+        self._measure = ACCURACY
         self._tally = GroupTally()
         self._scores: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out which client belongs to which group, and read what Local scored."""
         federation = getattr(trainer.datamodule, "federation", None)  # type: ignore[attr-defined]
+        self._measure = pl_module.task.measure if isinstance(pl_module, FederatedModule) else ACCURACY
         if federation is None:
             self._groups, self._names = None, []
             return
@@ -122,27 +128,30 @@ class FairnessCallback(Several):
     def _log(self, trainer: Trainer, module: Any, split: Split) -> None:
         # Before the module's own hook, so what it collected is asked for rather than the scores it keeps.
         accuracies = self._accuracies(trainer, module, split)
-        logs = fairness_summary(accuracies, self._groups, self._local.get(split))
+        logs = fairness_summary(accuracies, self._groups, self._local.get(split), self._measure)
+        name_of = self._measure.name
         if isinstance(module, FederatedModule):
             del logs["worst10"]  # the module logs it
             sizes = module.federation.index(split).sizes
-            if len(sizes) == len(accuracies):
-                logs["variance_corrected"] = corrected_variance(accuracies, sizes.to(accuracies.device))
+            if len(sizes) == len(accuracies) and self._measure == ACCURACY:
+                samples = sizes.to(accuracies.device)
+                logs["variance_corrected"] = corrected_variance(accuracies, samples)
+                logs["worst10_corrected"] = corrected_worst_decile(accuracies, samples)
         if self._groups is not None and 1 < len(self._names) <= CURVES:
             means = group_means(accuracies, self._groups)
-            logs |= {f"acc_{name}": mean for name, mean in zip(self._names, means, strict=True)}
+            logs |= {f"{name_of}_{name}": mean for name, mean in zip(self._names, means, strict=True)}
         for name, value in logs.items():
             module.log(f"{split}/{name}", value, on_step=False, on_epoch=True, batch_size=1)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and len(known := scored(accuracies)):
                 step = trainer.fit_loop.epoch_loop._batches_that_stepped  # where Lightning logs the scalars
-                logger.experiment.add_histogram(f"{split}/acc_clients", known, step)
+                logger.experiment.add_histogram(f"{split}/{name_of}_clients", known, step)
 
     def _accuracies(self, trainer: Trainer, module: Any, split: Split) -> Tensor:
-        """Every client's accuracy in the evaluation under way."""
+        """Every client's score in the evaluation under way."""
         if isinstance(module, FederatedModule):
-            accuracies: Tensor = module.evaluator.accuracies()
-            return accuracies
+            scores: Tensor = module.evaluator.headline(module.task)
+            return scores
         federation = getattr(trainer.datamodule, "federation", None)  # type: ignore[attr-defined]
         if federation is None:
             self._groups, self._names = self._tally.groups()
@@ -160,12 +169,12 @@ class FairnessCallback(Several):
         Returns:
             One row each with the same columns, numbers as text, accuracies in percent.
         """
-        everyone = torch.ones(len(accuracies), dtype=torch.bool)
-        rows = [_row("all", accuracies, everyone, local)]
+        everyone, measure = torch.ones(len(accuracies), dtype=torch.bool), self._measure
+        rows = [_row("all", accuracies, everyone, local, measure)]
         if self._groups is not None and len(self._names) > 1:
-            rows += [_row(n, accuracies, self._groups == g, local) for g, n in enumerate(self._names)]
-            gap = 100 * fairness_summary(accuracies, self._groups)["gap"]
-            rows.append({**dict.fromkeys(rows[0], ""), "population": "gap", "accuracy": f"{gap:.2f}"})
+            rows += [_row(n, accuracies, self._groups == g, local, measure) for g, n in enumerate(self._names)]
+            gap = measure.scale * fairness_summary(accuracies, self._groups, measure=measure)["gap"]
+            rows.append({**dict.fromkeys(rows[0], ""), "population": "gap", measure.title: _printed(gap, measure)})
         return rows
 
     def _write(self, trainer: Trainer, module: Any, split: Split) -> None:
@@ -287,20 +296,27 @@ def _scores(path: str) -> Mapping[str, Tensor]:
     return scores
 
 
-def _row(population: str, accuracies: Tensor, members: Tensor, local: Tensor | None) -> Row:
+def _row(population: str, accuracies: Tensor, members: Tensor, local: Tensor | None, measure: Measure) -> Row:
     """One sub-population's row of the table."""
     own = accuracies[members]
-    summary = fairness_summary(own, local=None if local is None else local[members])
-    ends = fairness_intervals(own)
-    row = {"population": population, "clients": str(len(scored(own))), "accuracy": f"{100 * scored(own).mean():.2f}"}
+    summary = fairness_summary(own, local=None if local is None else local[members], measure=measure)
+    ends = fairness_intervals(own, measure=measure)
+    mean = _printed(measure.scale * scored(own).mean(), measure)
+    row = {"population": population, "clients": str(len(scored(own))), measure.title: mean}
     for column, name in COLUMNS.items():
         if name in summary:
-            digits, unit = 4 if name in ("jain", "entropy") else 2, 100 if name in PERCENT else 1
-            row[column] = f"{float(summary[name]) * unit:.{digits}f}"
+            unit = 100 if name == "local_worse" else measure.scale if name in SCORES else 1
+            numbers = [float(value) * unit for value in (summary[name], *ends.get(name, ()))]
+            texts = [f"{n:.4f}" if name in ("jain", "entropy") else _printed(n, measure, name) for n in numbers]
+            row[column] = texts[0]
             if name in ends:
-                low, high = (f"{end * unit:.{digits}f}" for end in ends[name])
-                row[f"{column} (95%)"] = f"{low} to {high}"
+                row[f"{column} (95%)"] = f"{texts[1]} to {texts[2]}"
     return row
+
+
+def _printed(value: float | Tensor, measure: Measure, name: str = "") -> str:
+    """Two decimals of a percentage, five digits of a number of any size."""
+    return f"{float(value):.2f}" if measure.share or name == "local_worse" else f"{float(value):.5g}"
 
 
 def _markdown(rows: list[Row]) -> str:

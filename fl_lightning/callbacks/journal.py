@@ -50,7 +50,7 @@ class Journal:
         if self.size and earlier is None:
             rank_zero_warn(f"{before} is not as the checkpoint knew it: what it had of earlier rounds is left out.")
         if path is not None:
-            content = earlier if earlier else header.encode()
+            content = earlier or header.encode()
             path.parent.mkdir(parents=True, exist_ok=True)
             if earlier and before is not None and path.absolute() == before.absolute():
                 os.truncate(path, len(earlier))

@@ -88,7 +88,15 @@ class GradientLeakageCallback(AttackCallback):
         reference = attack_data(module.federation, [], module.seed).reference
         initial = self._initial.server_state() if self._initial is not None and self._began else None
         rows, self.images = leak(
-            run, self.views, self.matching, self.batch, self._groups, self.local_steps, initial, reference
+            run,
+            self.views,
+            self.matching,
+            self.batch,
+            self._groups,
+            self.local_steps,
+            initial,
+            reference,
+            self._hidden,
         )
         self._show(trainer, module.completed_rounds)
         return rows

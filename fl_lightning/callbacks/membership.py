@@ -106,7 +106,7 @@ class MembershipInferenceCallback(AttackCallback):
         rounds = self.shadow_rounds or (1 if current else max(1, module.completed_rounds))
         fraction = getattr(module.datamodule, "fraction", 1.0) if self.shadows_together else 1.0
         start = self._start(module, current)
-        shadows = train_shadows(start, federation, self._dealt, rounds, trainer, self.memory, fraction)
+        shadows = train_shadows(start, federation, self._dealt, rounds, trainer, self.memory, fraction, self.sums)
         rows, self.scored = infer_membership(run, shadows, data, self.views, self._groups, self.online)
         self._show(trainer, module.completed_rounds)
         return rows

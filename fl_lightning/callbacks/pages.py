@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 #: The pages, in the order of the tabs, and what the names of their numbers begin with; the last takes the rest.
 PAGES: dict[str, re.Pattern[str]] = {
-    "Accuracy": re.compile(r"(train|val|test)/(global_)?(acc|loss)"),
+    "Scores": re.compile(
+        r"(train|val|test)/(?!(gap|(variance|worst10)(_corrected)?|jain|entropy|local_gap|local_worse)$)"
+    ),
     "Fairness": re.compile(r"(val|test)/|fairness/"),
     "Privacy": re.compile(r"(privacy|attack|membership|inversion|leakage|dp|defence)s?[/_]|(.*[/_])?epsilon"),
     "Communication": re.compile(r"(comm|clients|ledger|speed|time)/"),
@@ -33,7 +35,8 @@ class Chart(NamedTuple):
     band: bool = False
 
 
-#: Charts of what every run logs and of what the fairness callback adds; ``val`` is ``test`` where nothing is held out.
+#: Charts of what every run logs and of what the fairness callback adds; ``val`` is ``test`` where nothing is held out,
+#: and ``acc`` the metric that counts.
 KNOWN = (
     Chart("mean over clients", (r"val/acc$", r"val/global_acc$")),
     Chart("worst tenth of the clients", (r"val/acc_worst10$",)),
@@ -42,7 +45,7 @@ KNOWN = (
     Chart("standard deviation over clients", (r"val/acc_std$",)),
     Chart("loss", (r"train/loss$", r"val/loss$")),
     Chart("gap between majority and minority", (r"val/gap$",)),
-    Chart("variance over clients (percent squared)", (r"val/variance$",)),
+    Chart("variance over clients", (r"val/variance$",)),
     Chart("evenness: Jain index and entropy", (r"val/jain$", r"val/entropy$")),
     Chart("against training alone", (r"val/local_gap$", r"val/local_worse$")),
     Chart("bytes up and down in a round", (r"comm/up_bytes$", r"comm/down_bytes$")),
@@ -56,16 +59,17 @@ def page_of(tag: str) -> str:
 
     Example:
         >>> page_of("val/acc_worst10"), page_of("val/gap"), page_of("factors/fc1/active")
-        ('Accuracy', 'Fairness', 'Method')
+        ('Scores', 'Fairness', 'Method')
     """
     return next(page for page, pattern in PAGES.items() if pattern.match(tag))
 
 
-def charts(tags: Iterable[str]) -> dict[str, list[Chart]]:
+def charts(tags: Iterable[str], headline: str = "acc") -> dict[str, list[Chart]]:
     """The pages that have something to show, and their charts.
 
     Args:
         tags: names of what a run logged.
+        headline: name of the metric that counts.
 
     Example:
         >>> charts(["factors/fc1/active", "factors/fc2/active", "agents/weight_0", "agents/weight_1"])["Method"]
@@ -77,7 +81,8 @@ Chart(title='agents: weight', tags=('agents/weight_[0-9]+$',), band=False)]
     left = {tag for tag in left if not (held_out and tag.startswith("test/"))}
     pages: dict[str, list[Chart]] = {page: [] for page in PAGES}
     for known in KNOWN:
-        chart = known if held_out else known._replace(tags=tuple(t.replace("val/", "test/") for t in known.tags))
+        names = [tag.replace("/acc", f"/{headline}").replace("global_acc", f"global_{headline}") for tag in known.tags]
+        chart = known._replace(tags=tuple(names if held_out else (name.replace("val/", "test/") for name in names)))
         found = {tag for tag in left if any(re.fullmatch(pattern.rstrip("$"), tag) for pattern in chart.tags)}
         if found and (len(found) == 3 or not chart.band):
             pages[page_of(min(found))].append(chart)

@@ -67,6 +67,8 @@ class UpdatePoisoningCallback(PoisoningCallback):
         omniscient: hostile clients that agree know the updates of all.
     """
 
+    changes_messages = True
+
     def __init__(
         self,
         kind: Poison = "sign_flip",

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
+from fl_lightning.measure import ACCURACY, Measure
 
 #: The file's name, and the version of what is in it.
 FILE, FORMAT = "run.json", 1
@@ -29,8 +31,8 @@ FILE, FORMAT = "run.json", 1
 CURVES = "curves.jsonl"
 #: What is read of it, and of which type it is.
 KEYS: dict[str, tuple[type, ...]] = {
-    **{name: (dict,) for name in ("settings", "curves", "clients", "groups")},
-    **{name: (int, float, NoneType) for name in ("rounds", "seconds", "steps", "parameters")},
+    **dict.fromkeys(("settings", "curves", "clients", "groups"), (dict,)),
+    **dict.fromkeys(("rounds", "seconds", "steps", "parameters"), (int, float, NoneType)),
     "engine": (str, NoneType),
     "bytes": (list, NoneType),
 }
@@ -43,7 +45,7 @@ LONG = 200
 
 
 class ClientHistory:
-    """Accuracy of every client after validated rounds; of long runs every second, fourth, ... of them is kept.
+    """Score of every client after validated rounds; of long runs every second, fourth, ... of them is kept.
 
     Args:
         most: rounds that are kept at most.
@@ -100,7 +102,9 @@ class ClientHistory:
 
 
 class RunRecord(Callback):
-    """Writes ``run.json`` to the log folder: settings, all logged curves, every client's accuracy, bytes and speed.
+    """Writes ``run.json`` to the log folder: settings, all logged curves, every client's score, bytes and speed.
+
+    The score is the task's headline metric, which ``measure`` names; its rows are called ``accuracy`` whatever it is.
 
     ``fl-lightning fit`` has it always on; in Python pass it to the Trainer. It is written while the run goes on, at its
     end and when it breaks off, and a resumed run has all of it. Without a logger nothing is written.
@@ -203,6 +207,7 @@ class RunRecord(Callback):
         """What the file holds."""
         federated = hasattr(module, "snapshots")
         rounds, scores = self.history.table()
+        measure = module.task.measure if federated else ACCURACY
         state = module.server_state() if federated else dict(module.named_parameters())
         shared = module.shared_names if federated else state
         return {
@@ -215,7 +220,8 @@ class RunRecord(Callback):
             "bytes": [module.bytes_up, module.bytes_down] if federated else None,
             "parameters": sum(state[name].numel() for name in shared),
             "curves": {name: {"rounds": r, "values": v} for name, (r, v) in sorted(self.curves.items())},
-            "clients": {"rounds": rounds, "accuracy": [[_figure(v) for v in row] for row in scores.tolist()]},
+            "measure": asdict(measure),
+            "clients": {"rounds": rounds, "accuracy": [[_figure(v, measure) for v in row] for row in scores.tolist()]},
             "groups": groups_of(module) if federated else {},
         }
 
@@ -325,9 +331,11 @@ def groups_of(module: Any) -> dict[str, list[Any]]:
     return {key: [v if isinstance(v, int | float | str) else str(v) for v in values] for key, values in meta.items()}
 
 
-def _figure(value: float) -> float | None:
-    """A number as JSON has it: four digits, None for a client that was not evaluated."""
-    return None if math.isnan(value) else round(value, 4)
+def _figure(value: float, measure: Measure) -> float | None:
+    """A number as JSON has it: four digits of a share, else six, None for a client that was not evaluated."""
+    if math.isnan(value):
+        return None
+    return round(value, 4) if measure.share else float(f"{value:.6g}")
 
 
 def _flatten(into: dict[str, Any], prefix: str, values: Mapping[str, Any]) -> None:

@@ -9,6 +9,8 @@ import sys
 import traceback
 from typing import NamedTuple
 
+from fl_lightning import __version__
+
 
 class Command(NamedTuple):
     """Where a command lives and what it does."""
@@ -47,9 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         print(usage())
         return
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"fl-lightning {version('fl-lightning')}")
+        print(f"fl-lightning {__version__}")
         return
     if arguments[0] not in COMMANDS:
         near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)

@@ -11,6 +11,7 @@ from fl_lightning.callbacks.pages import page_of
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.runs import Run, find
 from fl_lightning.cli.sheet import Sheet, figure
+from fl_lightning.measure import Measure
 
 
 class Experiment(NamedTuple):
@@ -38,25 +39,36 @@ def _last(name: str) -> Callable[[Run], float | None]:
     return lambda run: run.final.get(name)
 
 
-def _scored(name: str) -> Callable[[Run], float | None]:
-    """The last value of what was logged of the split that the run was validated on."""
-    return lambda run: run.final.get(f"{run.validated}/{name}")
+def _scored(name: str, measure: Measure | None = None) -> Callable[[Run], float | None]:
+    """The last value of what was logged of the split that a run, if judged by ``measure``, was validated on."""
+    return lambda run: run.final.get(f"{run.validated}/{name}") if measure in (None, run.measure) else None
 
 
 def _validations(run: Run) -> float | None:
-    curve = run.curves.get(f"{run.validated}/acc")
+    curve = run.curves.get(f"{run.validated}/{run.measure.name}")
     return float(len(curve[0])) if curve else None
+
+
+def _measures(experiments: Sequence[Experiment]) -> list[Measure]:
+    """The metrics that count in these runs, as a rule one."""
+    return list(dict.fromkeys(run.measure for one in experiments for run in one.runs))
+
+
+def _judged(measure: Measure, apart: bool) -> list[Column]:
+    """The columns of a metric that counts; named where runs are judged by several."""
+    name, prefix, sign = measure.name, f"{measure.title}: " if apart else "", measure.sign
+    digits = 2 if measure.share else 4
+    variance = "variance (%²)" if measure.share else "variance"
+    return [
+        Column(f"{prefix}mean{measure.unit}", _scored(name, measure), digits, measure.scale, sign),
+        Column(f"{prefix}worst tenth{measure.unit}", _scored(f"{name}_worst10", measure), digits, measure.scale, sign),
+        Column(f"{prefix}{variance}", _scored("variance", measure), digits, 1, -1),
+    ]
 
 
 #: The samples that a run was validated on, in words.
 SAMPLES = {"val": "held-out training samples", "test": "test samples"}
-#: Columns of the comparison and of the costs; those that no run has a number for are left out.
-COLUMNS = (
-    Column("mean %", _scored("acc"), 2, 100, 1),
-    Column("worst tenth %", _scored("acc_worst10"), 2, 100, 1),
-    Column("variance (%²)", _scored("variance"), 2, 1, -1),
-    Column("rounds", _validations, 0),
-)
+#: Columns of the costs; those that no run has a number for are left out, here and elsewhere.
 COSTS = (
     Column("parameters shared", lambda run: run.parameters, 0),
     Column("MB up", lambda run: run.traffic[0] / 1e6 if run.traffic else None, 2),
@@ -114,22 +126,31 @@ def experiments_of(runs: Sequence[Run]) -> list[Experiment]:
 
 
 def summary(experiments: Sequence[Experiment]) -> Sheet:
-    """The comparison: accuracy, fairness, traffic and speed, one row per experiment."""
+    """The comparison: the metric that counts, how evenly it is spread, other metrics, one row per experiment."""
     repeated = any(len(one.runs) > 1 for one in experiments)
     note = "; mean and standard deviation over seeds" if repeated else ""
     splits = {run.validated for one in experiments for run in one.runs}
     samples = SAMPLES[splits.pop()] if len(splits) == 1 else "held-out training samples or test samples, by run"
-    return _sheet(f"Last round, accuracy on the clients' own {samples}{note}", experiments, COLUMNS)
+    measures = _measures(experiments)
+    columns = [column for measure in measures for column in _judged(measure, len(measures) > 1)]
+    others = dict.fromkeys(name for one in experiments for run in one.runs for name in run.metrics)
+    columns += [Column(f"mean {name}", _scored(name), 4) for name in others if name not in {m.name for m in measures}]
+    columns.append(Column("rounds", _validations, 0))
+    title = " and ".join(measure.title for measure in measures)
+    return _sheet(f"Last round, {title} on the clients' own {samples}{note}", experiments, columns)
 
 
 def populations(experiments: Sequence[Experiment]) -> Sheet | None:
-    """Accuracy by sub-population and the gap between majority and minority; None where there is one group."""
+    """Score by sub-population and the gap between majority and minority; None where there is one group."""
     names = {name: None for one in experiments for run in one.runs for name in run.populations}
     if not names:
         return None
-    columns = [Column("all %", _scored("acc"), 2, 100, 1)]
-    columns += [Column(f"{name} %", _population(name), 2, 100, 1) for name in names]
-    columns += [Column("gap", _scored("gap"), 2, 100, -1), *(c for c in COLUMNS if c.heading.startswith("variance"))]
+    columns, measures = list[Column](), _measures(experiments)
+    for measure in measures:
+        mean, _, variance = _judged(measure, len(measures) > 1)
+        columns.append(mean._replace(heading=mean.heading.replace("mean", "all")))
+        columns += [mean._replace(heading=f"{name}{measure.unit}", of=_population(name, measure)) for name in names]
+        columns += [mean._replace(heading="gap", of=_scored("gap", measure), better=-1), variance]
     return _sheet("Sub-populations", experiments, columns)
 
 
@@ -149,10 +170,10 @@ def privacy(experiments: Sequence[Experiment]) -> Sheet | None:
 SHEETS: tuple[Callable[[Sequence[Experiment]], Sheet | None], ...] = (summary, populations, privacy, cost)
 
 
-def _population(name: str) -> Callable[[Run], float | None]:
+def _population(name: str, measure: Measure) -> Callable[[Run], float | None]:
     def mean(run: Run) -> float | None:
-        clients = run.populations.get(name) if run.accuracy.size else None
-        known = [value for value in run.accuracy[-1][clients] if value == value] if clients else []
+        clients = run.populations.get(name) if run.scores.size and run.measure == measure else None
+        known = [value for value in run.scores[-1][clients] if value == value] if clients else []
         return statistics.fmean(known) if known else None
 
     return mean

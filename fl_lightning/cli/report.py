@@ -50,7 +50,7 @@ def write_report(path: Path, experiments: Sequence[Experiment], title: str) -> N
     """
     sections = {
         "Result": _table(summary(experiments)) + _table(populations(experiments)),
-        "Learning curves": _curves(experiments, "Accuracy"),
+        "Learning curves": _curves(experiments, "Scores"),
         "Clients": _clients(experiments),
         "Fairness": _curves(experiments, "Fairness"),
         "Privacy": _table(privacy(experiments)) + _curves(experiments, "Privacy"),
@@ -91,7 +91,8 @@ def _picture(figure: Figure, text: str, caption: bool = True) -> str:
 def _curves(experiments: Sequence[Experiment], page: str) -> str:
     """The charts of a page of the dashboard, one line per experiment and number."""
     tags = list(dict.fromkeys(tag for one in experiments for run in one.runs for tag in run.curves))
-    figures = [_chart(experiments, chart, tags) for chart in charts(tags).get(page, [])]
+    headline = experiments[0].runs[0].measure.name
+    figures = [_chart(experiments, chart, tags) for chart in charts(tags, headline).get(page, [])]
     return f'<div class="pair">{"".join(figures)}</div>' if figures else ""
 
 
@@ -112,9 +113,10 @@ def _chart(experiments: Sequence[Experiment], chart: Chart, tags: Sequence[str])
                 if around and all(edge is not None and edge[0] == curve[0] for edge in around):
                     bands[line] = tuple(edge[1] for edge in around if edge is not None)
                 looks[line] = (colour, style if len(chosen) > 1 else colour) if len(experiments) > 1 else (style, style)
-    percent = all(re.match(r"(val|test)/(global_)?acc", tag) for tag in chosen)
-    unit = "accuracy (%)" if percent else ""
-    figure = pictures.lines(curves, "round", unit, chart.title, 100 if percent else 1, looks, bands)
+    measure = experiments[0].runs[0].measure
+    judged = bool(chosen) and all(re.match(rf"(val|test)/(global_)?{measure.name}", tag) for tag in chosen)
+    label, scale = (measure.label, measure.scale) if judged else ("", 1.0)
+    figure = pictures.lines(curves, "round", label, chart.title, scale, looks, bands)
     return _picture(figure, chart.title, caption=False)
 
 
@@ -133,40 +135,45 @@ def mean_curve(curves: Iterable[Curve]) -> tuple[list[int], list[float]] | None:
 
 
 def _clients(experiments: Sequence[Experiment]) -> str:
-    """Distribution over clients at the end, and every client's accuracy by round."""
-    scored = [one for one in experiments if all(run.accuracy.size for run in one.runs)]
-    if not scored:
-        return ""
-    ends = {
-        one.name: (
-            np.concatenate([run.accuracy[-1] for run in one.runs]),
-            [label for run in one.runs for label in run.labels],
-        )
-        for one in scored
-    }
-    parts = [_picture(pictures.distribution(ends), "How many clients end with which accuracy")]
-    for one in scored:
-        run: Run = one.runs[0]
-        if len(run.rounds) > 1:
-            parts.append(_picture(pictures.heat_map(run.rounds, run.accuracy), f"Clients by round: {one.name}"))
-    return f"{parts[0]}<div class='pair'>{''.join(parts[1:])}</div>"
+    """Distribution over clients at the end, and every client's score by round."""
+    scored = [one for one in experiments if all(run.scores.size for run in one.runs)]
+    text = ""
+    for measure in dict.fromkeys(one.runs[0].measure for one in scored):
+        alike = [one for one in scored if one.runs[0].measure == measure]
+        ends = {
+            one.name: (
+                np.concatenate([run.scores[-1] for run in one.runs]),
+                [label for run in one.runs for label in run.labels],
+            )
+            for one in alike
+        }
+        picture = pictures.distribution(ends, measure=measure)
+        text += _picture(picture, f"How many clients end with which {measure.title}")
+        maps = [
+            _picture(pictures.heat_map(run.rounds, run.scores, measure=measure), f"Clients by round: {one.name}")
+            for one in alike
+            if len((run := one.runs[0]).rounds) > 1
+        ]
+        text += f"<div class='pair'>{''.join(maps)}</div>"
+    return text
 
 
 def _traffic(experiments: Sequence[Experiment]) -> str:
-    """Accuracy against what was sent."""
+    """What counts against what was sent."""
     curves: dict[str, tuple[list[float], list[float]]] = {}
+    measure = experiments[0].runs[0].measure
     for one in experiments:
         run = one.runs[0]
-        accuracy = f"{run.validated}/acc"
-        if {"comm/up_bytes", "comm/down_bytes", accuracy} <= run.curves.keys():
+        score = f"{run.validated}/{measure.name}"
+        if {"comm/up_bytes", "comm/down_bytes", score} <= run.curves.keys():
             spent = _sent(run)
-            rounds, values = run.curves[accuracy]
+            rounds, values = run.curves[score]
             known = [(spent[r], v) for r, v in zip(rounds, values, strict=True) if r in spent]
             curves[one.name] = [mb for mb, _ in known], [v for _, v in known]
     if not curves:
         return ""
-    figure = pictures.lines(curves, "MB sent, up and down", "mean accuracy (%)", scale=100)
-    return _picture(figure, "Accuracy against what crossed the wire")
+    figure = pictures.lines(curves, "MB sent, up and down", f"mean {measure.label}", scale=measure.scale)
+    return _picture(figure, f"{measure.title.capitalize()} against what crossed the wire")
 
 
 def _sent(run: Run) -> dict[int, float]:

@@ -15,6 +15,7 @@ import yaml
 
 from fl_lightning.callbacks.record import FILE, read_record
 from fl_lightning.errors import FederationError
+from fl_lightning.measure import ACCURACY, Measure
 from fl_lightning.metrics import fairness_summary
 from fl_lightning.papers.cells import RESULT
 from fl_lightning.pictures import Values
@@ -42,8 +43,9 @@ class Run:
         path: its folder.
         settings: flat settings by name.
         curves: rounds and values of everything it logged, by name, accuracies as fractions.
-        rounds: the validated rounds of ``accuracy``.
-        accuracy: every client's accuracy as a fraction, shape (rounds, clients); NaN where it was not evaluated.
+        measure: the metric that counts.
+        rounds: the validated rounds of ``scores``.
+        scores: every client's, accuracies as fractions, shape (rounds, clients); NaN where it was not evaluated.
         groups: what is known of the clients, one value each, by name.
         traffic: bytes up and bytes down.
         seconds: time it took.
@@ -56,8 +58,9 @@ class Run:
     path: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    measure: Measure = ACCURACY
     rounds: Sequence[int] = ()
-    accuracy: Values = field(default_factory=lambda: np.empty((0, 0)))
+    scores: Values = field(default_factory=lambda: np.empty((0, 0)))
     groups: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     traffic: tuple[int, int] | None = None
     seconds: float | None = None
@@ -69,14 +72,21 @@ class Run:
     def final(self) -> dict[str, float]:
         """Everything's last value, and the fairness of the last validation; fractions, variance in percent squared."""
         found = {name: values[-1] for name, (_, values) in self.curves.items() if values}
-        if self.accuracy.size:
+        if self.scores.size:
             groups = self.members
-            summary = fairness_summary(torch.tensor(self.accuracy[-1]), groups)
+            summary = fairness_summary(torch.tensor(self.scores[-1]), groups, measure=self.measure)
             split = self.validated
             found = {f"{split}/{name}": float(value) for name, value in summary.items()} | found
-            found.setdefault(f"{split}/acc_worst10", found[f"{split}/worst10"])
-            found.setdefault(f"{split}/acc", float(np.nanmean(self.accuracy[-1])))
+            found.setdefault(f"{split}/{self.measure.name}_worst10", found[f"{split}/worst10"])
+            found.setdefault(f"{split}/{self.measure.name}", float(np.nanmean(self.scores[-1])))
         return found
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics of clients that were logged besides the one that counts."""
+        start, end = f"{self.validated}/", "_worst10"
+        names = [tag[len(start) : -len(end)] for tag in self.curves if tag.startswith(start) and tag.endswith(end)]
+        return [name for name in names if name != self.measure.name]
 
     @property
     def validated(self) -> str:
@@ -150,7 +160,8 @@ def _recorded(folder: Path) -> Run:
         settings=found["settings"],
         curves={name: (curve["rounds"], curve["values"]) for name, curve in found["curves"].items()},
         rounds=clients["rounds"],
-        accuracy=np.array(clients["accuracy"] or np.empty((0, 0)), dtype=np.float64),
+        measure=Measure(**found.get("measure") or {}),  # records of older versions have none
+        scores=np.array(clients["accuracy"] or np.empty((0, 0)), dtype=np.float64),
         groups=found["groups"],
         traffic=tuple(found["bytes"]) if found["bytes"] else None,
         seconds=found["seconds"],
@@ -173,7 +184,7 @@ def _reproduced(folder: Path) -> Run:
         settings={**method, "run": run, "seed": seed},
         curves=curves,
         rounds=[found["rounds"] - 1],
-        accuracy=np.array([found["clients"]], dtype=np.float64) / 100,
+        scores=np.array([found["clients"]], dtype=np.float64) / 100,
         groups={"mode": found["modes"]} if found["modes"] else {},
         traffic=tuple(found["bytes"]),
         seconds=found["seconds"],

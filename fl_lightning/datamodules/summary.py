@@ -47,7 +47,7 @@ class Summary:
         return cls(
             class_counts(partition.train, labels, classes),
             class_counts(partition.test, labels, classes),
-            np.asarray(known.get("mode", [0] * len(partition)), dtype=np.int64),
+            _numbered(known.get("mode", [0] * len(partition))),
             None if maps is None else maps.numpy(),
             0 if rest is None else len(rest),
         )
@@ -89,3 +89,9 @@ def class_counts(index: ClientIndex, labels: Tensor, classes: int) -> Counts:
     owner = np.repeat(np.arange(len(index)), index.sizes.numpy())
     cell = owner * classes + labels[index.flat].numpy()
     return np.bincount(cell, minlength=len(index) * classes).reshape(len(index), classes)
+
+
+def _numbered(modes: Sequence[Any]) -> NDArray[np.int64]:
+    """Modes as numbers; words by their order."""
+    values = np.asarray(modes)
+    return (values if values.dtype.kind in "biu" else np.unique(values, return_inverse=True)[1]).astype(np.int64)

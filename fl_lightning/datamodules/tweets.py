@@ -15,7 +15,7 @@ from torch import Tensor
 #: Goes up whenever the tokens of some tweet change, so that caches of older tokens are not used.
 VERSION = 1
 EMPTY = "<empty>"
-_LINK = re.compile(r"(?:https?://|www\.|\b(?:bit\.ly|is\.gd|tinyurl\.com|twitpic\.com)/)\S+", re.I)
+_LINK = re.compile(r"(?:https?://|www\.|\b(?:bit\.ly|is\.gd|tinyurl\.com|twitpic\.com)/)\S+", re.IGNORECASE)
 _MENTION = re.compile(r"(?<!\w)@\w+")
 _HASHTAG = re.compile(r"(?<!\w)#(?=\w*[^\W\d])")
 _NUMBER = re.compile(r"(?<![\w.<:=])(?<!</)[+-]?\d+(?:[.,:]\d+)*(?:am|pm|st|nd|rd|th)?(?!\w)")

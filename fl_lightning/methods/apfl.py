@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fl_lightning.checks import at_least
 from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
@@ -45,8 +46,7 @@ class APFL(FederatedModule):
         super().__init__(net, **kwargs)
         if not 0 <= alpha <= 1:
             raise FederationError(f"alpha must lie between 0 and 1, not at {alpha}.")
-        if not alpha_reg >= 0:
-            raise FederationError(f"alpha_reg must be 0 or more, not {alpha_reg}.")
+        at_least(0, alpha_reg=alpha_reg)
         self.alpha, self.adaptive, self.alpha_reg = alpha, adaptive, alpha_reg
         self.hold("initial", self.trainable)  # the server's model moves on, clients still begin with this one
 

@@ -66,6 +66,8 @@ class FedBPS(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
+    aggregates_sums = False  # the variance between the clients' weights decides the mask
+
     mask: Tensor
     chosen: Tensor
 

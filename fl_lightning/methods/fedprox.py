@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.errors import FederationError
+from fl_lightning.checks import at_least
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me
@@ -24,8 +24,7 @@ class FedProx(FederatedModule):
 
     def __init__(self, net: FedNet, mu: float = 0.01, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        if not mu >= 0:
-            raise FederationError(f"mu must be 0 or more, not {mu}.")
+        at_least(0, mu=mu)
         self.mu = mu
 
     # client

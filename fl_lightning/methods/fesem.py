@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.checks import one_of
-from fl_lightning.errors import FederationError
+from fl_lightning.checks import one_of, only
 from fl_lightning.methods.lib.clusters import ClusterModels, balanced, squared_distances
 from fl_lightning.nets import FedNet
 from fl_lightning.wire import Message, State
@@ -48,8 +47,7 @@ class FeSEM(ClusterModels):
         **kwargs: Any,
     ) -> None:
         one_of("centres", centres, ("independent", "same"))
-        if weighting != "uniform":
-            raise FederationError("FeSEM counts all members of a cluster the same: leave weighting out.")
+        only(weighting, "uniform", "FeSEM counts all members of a cluster the same")
         super().__init__(net, clusters, weighting=weighting, **kwargs)
         self.make_models(independent=centres == "independent")
         self.known: dict[int, State] = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fl_lightning.checks import at_least
 from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
@@ -46,8 +46,6 @@ class PFedMe(FederatedModule):
 
     plain_sgd = "moves w towards theta by lr * lam of the way"
 
-    takes_rules = False  # the server's own model is in the mean
-
     def __init__(
         self,
         net: FedNet,
@@ -58,10 +56,8 @@ class PFedMe(FederatedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        bounds = {"lam": (lam, 0), "personal_lr": (personal_lr, 0), "beta": (beta, 0), "inner_steps": (inner_steps, 1)}
-        for name, (value, least) in bounds.items():
-            if not least <= value < math.inf:
-                raise FederationError(f"{name} must be {least} or more, not {value}.")
+        at_least(0, lam=lam, personal_lr=personal_lr, beta=beta)
+        at_least(1, inner_steps=inner_steps)
         if self.local.lr * lam > 1 + 1e-9:
             raise FederationError(f"lr * lam must be 1 at most, not {self.local.lr * lam:g}: w would go past theta.")
         self.lam, self.inner_steps, self.personal_lr, self.beta = lam, inner_steps, personal_lr, beta
@@ -86,8 +82,7 @@ class PFedMe(FederatedModule):
 
     def follow(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
         """One SGD step of w on (lam / 2) ||w - theta||^2, the gradient of the Moreau envelope."""
-        pull = {name: self.lam * (state[name] - state[THETA + name]) for name in phase.trainable}
-        return Update(batch.x.new_zeros(()), pull)
+        return Update(batch.x.new_zeros(()), {n: self.lam * (state[n] - state[THETA + n]) for n in phase.trainable})
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
         """W goes up; theta stays, with the running statistics that belong to it."""
@@ -102,7 +97,8 @@ class PFedMe(FederatedModule):
 
     def aggregate(self, messages: list[Message]) -> State:
         """The mean of the clients' models mixed with the server's; running statistics are averaged."""
-        weights = message_weights(messages, self.weighting)
-        own, mixing = Message(-1, self.server_state(), 0), [1 - self.beta, *(self.beta * w for w in weights)]
-        rest = [name for name in self.shared_names if name not in self.trainable_names]
-        return self.mean(messages, weights, rest) | self.mean([own, *messages], mixing, self.trainable_names)
+        own, rest = Message(-1, self.server_state(), 0), [n for n in self.shared_names if n not in self.trainable_names]
+        if self.aggregation is not None:  # of the clients' models alone
+            return {n: v if n in rest else own.tensors[n].lerp(v, self.beta) for n, v in self.mean(messages).items()}
+        mixing = [1 - self.beta, *(self.beta * weight for weight in message_weights(messages, self.weighting))]
+        return self.mean(messages, names=rest) | self.mean([own, *messages], mixing, self.trainable_names)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from fl_lightning.checks import at_least, only
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import mean_loss
 from fl_lightning.module import FederatedModule
@@ -46,10 +47,8 @@ class QFFL(FederatedModule):
 
     def __init__(self, net: FedNet, q: float = 0.001, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:
         super().__init__(net, weighting=weighting, **kwargs)
-        if not 0 <= q < math.inf:
-            raise FederationError(f"q must be 0 or more, not {q}.")
-        if weighting != "uniform":
-            raise FederationError("QFFL weighs clients by their loss, never by their samples: leave weighting out.")
+        at_least(0, q=q)
+        only(weighting, "uniform", "QFFL weighs clients by their loss, never by their samples")
         if not self.local.lr > 0:
             raise FederationError("QFFL estimates the Lipschitz constant as 1 / lr: lr must be greater than 0.")
         self.q = q

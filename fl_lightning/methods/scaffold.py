@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
-from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
-from fl_lightning.errors import FederationError
+from fl_lightning.checks import only
+from fl_lightning.engine import Batch, Gradient, Phase, Update
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply
@@ -43,8 +42,7 @@ class SCAFFOLD(FederatedModule):
 
     def __init__(self, net: FedNet, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:
         super().__init__(net, weighting=weighting, **kwargs)
-        if weighting != "uniform":
-            raise FederationError("SCAFFOLD weighs all clients the same: leave weighting out.")
+        only(weighting, "uniform", "SCAFFOLD weighs all clients the same")
         self.hold("control", {name: torch.zeros_like(value) for name, value in self.trainable.items()})
 
     # client
@@ -66,15 +64,11 @@ class SCAFFOLD(FederatedModule):
         """Line 10: g(y) - c_i + c."""
         return {name: g + state[CORRECTION + name] for name, g in grads.items()}
 
-    def moves(self, phase: Phase) -> Sequence[Move]:
-        """Corrected steps, which add up raw gradients if need be."""
-        return [self.add_up if self.adds_up else self.descend]
-
-    def add_up(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One corrected step, and the raw gradient added to the sum."""
+    def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
+        """One corrected step; the raw gradient is added to the sum if there is one."""
         raw, loss, buffers = gradient(lambda s: self.client_loss(s, batch), state, phase.trainable)
-        decay = self.local.weight_decay
-        seen = {SUM + name: g + decay * state[name] if decay else g for name, g in raw.items()}
+        decay, summed = self.local.weight_decay, raw if self.adds_up else {}
+        seen = {SUM + name: g + decay * state[name] if decay else g for name, g in summed.items()}
         return Update(loss, self.correct(state, raw), buffers, add=seen)
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
@@ -102,7 +96,6 @@ class SCAFFOLD(FederatedModule):
         for name, control in self.server_control().items():
             changes = [message.tensors[CHANGE + name].double() for message in messages]
             if self.aggregation is not None:
-                rule = self.aggregation(messages, {}, [CHANGE + name])
-                changes = [rule[CHANGE + name].double() * len(messages)]
+                changes = [self.aggregation(messages, {}, [CHANGE + name])[CHANGE + name].double() * len(messages)]
             control += (torch.stack(changes).sum(0) / len(self.roster)).to(control.dtype)
         return self.mean(messages, names=self.shared_names)

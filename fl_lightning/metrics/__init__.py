@@ -1,5 +1,6 @@
 """torchmetrics metrics of federated runs, each with a functional core."""
 
+from fl_lightning.measure import ACCURACY, Measure
 from fl_lightning.metrics.clients import ClientAccuracy, client_summary, worst_tenth
 from fl_lightning.metrics.fairness import (
     AccuracyEntropy,
@@ -14,6 +15,7 @@ from fl_lightning.metrics.fairness import (
     accuracy_gap,
     accuracy_variance,
     corrected_variance,
+    corrected_worst_decile,
     fairness_intervals,
     fairness_summary,
     gap_to_local,
@@ -39,6 +41,7 @@ from fl_lightning.metrics.membership import (
 )
 
 __all__ = [
+    "ACCURACY",
     "AccuracyEntropy",
     "AccuracyGap",
     "AccuracyVariance",
@@ -47,6 +50,7 @@ __all__ = [
     "GapToLocal",
     "GroupAccuracy",
     "JainIndex",
+    "Measure",
     "MembershipAttack",
     "Reconstruction",
     "WorstDecile",
@@ -62,6 +66,7 @@ __all__ = [
     "client_summary",
     "clopper_pearson",
     "corrected_variance",
+    "corrected_worst_decile",
     "fairness_intervals",
     "fairness_summary",
     "gap_to_local",

@@ -2,7 +2,8 @@
 
 Units: every function takes one accuracy per client as a fraction in [0, 1], NaN for a client that was not scored, who
 is left out. Accuracies and their differences come back as fractions, indices as numbers in [0, 1], and the variance, as
-papers print it, in percent squared.
+papers print it, in percent squared. Another score, of which less may be better, comes with its :class:`Measure`: if it
+is no share its variance is in its own units squared; worst tenth, gap and gain over Local go by what is better.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fl_lightning import seeding
+from fl_lightning.measure import ACCURACY, Measure
 from fl_lightning.metrics.clients import worst_tenth
 
 
@@ -49,12 +51,13 @@ def majority_minority(groups: Tensor) -> tuple[int, int]:
     return max(numbers, key=lambda g: (sizes[g], -g)), min(numbers, key=lambda g: (sizes[g], -g))
 
 
-def accuracy_gap(accuracies: Tensor, groups: Tensor) -> Tensor:
-    """Mean accuracy of the majority minus that of the minority; 0 where there is one group only.
+def accuracy_gap(accuracies: Tensor, groups: Tensor, measure: Measure = ACCURACY) -> Tensor:
+    """How much better the majority fares than the minority, by their means; 0 where there is one group only.
 
     Args:
         accuracies: shape (clients,).
         groups: each client's group, numbered from 0, int64, shape (clients,).
+        measure: what the scores are.
 
     Example:
         >>> accuracy_gap(torch.tensor([0.75, 1.0, 0.5]), torch.tensor([0, 0, 1]))
@@ -62,18 +65,18 @@ def accuracy_gap(accuracies: Tensor, groups: Tensor) -> Tensor:
     """
     means = group_means(accuracies, groups)
     majority, minority = majority_minority(groups)
-    return means[majority] - means[minority]
+    return measure.sign * (means[majority] - means[minority])
 
 
-def accuracy_variance(accuracies: Tensor) -> Tensor:
-    """Population variance over clients, in percent squared.
+def accuracy_variance(accuracies: Tensor, measure: Measure = ACCURACY) -> Tensor:
+    """Population variance over clients, in percent squared; of a score that is no share in its units squared.
 
     Example:
         >>> accuracy_variance(torch.tensor([0.50, 0.60]))
         tensor(25.0000)
     """
-    percent = 100 * scored(accuracies)
-    return (percent - percent.mean()).pow(2).mean()
+    printed = measure.scale * scored(accuracies)
+    return (printed - printed.mean()).pow(2).mean()
 
 
 def corrected_variance(accuracies: Tensor, samples: Tensor) -> Tensor:
@@ -97,8 +100,29 @@ def corrected_variance(accuracies: Tensor, samples: Tensor) -> Tensor:
     return (accuracy_variance(a) - 1e4 * noise).clamp(min=0)
 
 
+def corrected_worst_decile(accuracies: Tensor, samples: Tensor) -> Tensor:
+    """Worst decile of accuracies drawn towards their mean until their variance is the corrected one.
+
+    Of clients that are equal the worst tenth of the measured accuracies are those with bad luck in their few test
+    samples. Accuracies are at their mean plus sqrt(corrected variance / variance) of their distance from it.
+
+    Args:
+        accuracies: shape (clients,).
+        samples: test samples of every client, shape (clients,).
+
+    Example:
+        >>> accuracies, samples = torch.tensor([0.4, 0.6]), torch.tensor([1001, 1001])
+        >>> corrected_worst_decile(accuracies, samples).round(decimals=3)
+        tensor(0.4010)
+    """
+    kept = ~accuracies.isnan() & (samples > 1)
+    a, n = accuracies[kept], samples[kept]
+    share = (corrected_variance(a, n) / accuracy_variance(a).clamp(min=1e-12)).sqrt()
+    return worst_decile(a.mean() + share * (a - a.mean()))
+
+
 def fairness_intervals(
-    accuracies: Tensor, seed: int = 0, draws: int = 500, level: float = 0.95
+    accuracies: Tensor, seed: int = 0, draws: int = 500, level: float = 0.95, measure: Measure = ACCURACY
 ) -> dict[str, tuple[float, float]]:
     """Bootstrap intervals over clients of ``variance``, ``worst10``, ``jain`` and ``entropy``, by name.
 
@@ -107,6 +131,7 @@ def fairness_intervals(
         seed: of the draws.
         draws: their number.
         level: of confidence.
+        measure: what the scores are.
 
     Example:
         >>> fairness_intervals(torch.full((5,), 0.5))["worst10"]
@@ -116,7 +141,7 @@ def fairness_intervals(
     if not len(a):
         return {}
     picks = torch.from_numpy(seeding.stream(seed, "bootstrap").integers(len(a), size=(draws, len(a))))
-    drawn = [fairness_summary(row) for row in a[picks]]
+    drawn = [fairness_summary(row, measure=measure) for row in a[picks]]
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     found = {}
     for name in drawn[0]:
@@ -125,14 +150,14 @@ def fairness_intervals(
     return found
 
 
-def worst_decile(accuracies: Tensor) -> Tensor:
-    """Mean accuracy of the worst tenth of the clients, at least one.
+def worst_decile(accuracies: Tensor, measure: Measure = ACCURACY) -> Tensor:
+    """Mean accuracy of the worst tenth of the clients, at least one; of errors the greatest.
 
     Example:
         >>> worst_decile(torch.tensor([0.5, float("nan"), 0.25]))
         tensor(0.2500)
     """
-    return worst_tenth(scored(accuracies))
+    return worst_tenth(scored(accuracies), measure.higher_is_better)
 
 
 def jain_index(accuracies: Tensor) -> Tensor:
@@ -161,12 +186,13 @@ def accuracy_entropy(accuracies: Tensor) -> Tensor:
     return -torch.xlogy(share, share).sum() / math.log(len(a))
 
 
-def gap_to_local(accuracies: Tensor, local: Tensor) -> Tensor:
+def gap_to_local(accuracies: Tensor, local: Tensor, measure: Measure = ACCURACY) -> Tensor:
     """What each client gains over training alone: its accuracy minus the one that its Local model has.
 
     Args:
         accuracies: shape (clients,).
         local: accuracy of every client's Local model, shape (clients,).
+        measure: what the scores are; of errors the gain is what the client is spared.
 
     Returns:
         Shape (clients,), negative for a client that had better stayed alone, NaN where either is not known.
@@ -175,11 +201,11 @@ def gap_to_local(accuracies: Tensor, local: Tensor) -> Tensor:
         >>> gap_to_local(torch.tensor([0.75, 0.5]), torch.tensor([0.5, 0.75]))
         tensor([ 0.2500, -0.2500])
     """
-    return accuracies - local.to(accuracies)
+    return measure.sign * (accuracies - local.to(accuracies))
 
 
 def fairness_summary(
-    accuracies: Tensor, groups: Tensor | None = None, local: Tensor | None = None
+    accuracies: Tensor, groups: Tensor | None = None, local: Tensor | None = None, measure: Measure = ACCURACY
 ) -> dict[str, Tensor]:
     """All of the above by name.
 
@@ -187,6 +213,7 @@ def fairness_summary(
         accuracies: shape (clients,).
         groups: each client's group, numbered from 0; None means all are one.
         local: accuracy of every client's Local model, if known.
+        measure: what the scores are.
 
     Returns:
         ``variance``, ``worst10``, ``jain`` and ``entropy``; with two groups or more ``gap``; with ``local`` the mean
@@ -198,15 +225,15 @@ def fairness_summary(
         {'variance': 625.0, 'worst10': 0.5, 'jain': 0.9, 'entropy': 0.918, 'gap': -0.5}
     """
     summary = {
-        "variance": accuracy_variance(accuracies),
-        "worst10": worst_decile(accuracies),
+        "variance": accuracy_variance(accuracies, measure),
+        "worst10": worst_decile(accuracies, measure),
         "jain": jain_index(accuracies),
         "entropy": accuracy_entropy(accuracies),
     }
     if groups is not None and int(groups.max()) > 0:
-        summary["gap"] = accuracy_gap(accuracies, groups)
+        summary["gap"] = accuracy_gap(accuracies, groups, measure)
     if local is not None:
-        gained = scored(gap_to_local(accuracies, local))
+        gained = scored(gap_to_local(accuracies, local, measure))
         summary["local_gap"] = gained.mean()
         summary["local_worse"] = (gained < 0).to(gained).mean()
     return summary

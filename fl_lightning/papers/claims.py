@@ -60,6 +60,8 @@ class Claim:
 def judge(records: Records, plan: Mapping[str, Any]) -> Claim:
     """Compare what a claim in ``pages.yaml`` names."""
     cells = [cell for cell in tables.table(plan["of"]) if tables.fits(cell, plan["where"])]
+    where = {key: value for key, value in plan["where"].items() if key not in tables.SCALES}
+    printed = [cell for cell in tables.table(plan["of"]) if tables.fits(cell, where)]
     sign = -1.0 if plan.get("lower") else 1.0
     than = plan["than"] if isinstance(plan["than"], list) else [plan["than"]]
     base = _measured(records, cells, than)
@@ -71,7 +73,7 @@ def judge(records: Records, plan: Mapping[str, Any]) -> Claim:
     runs = [*(base or ()), *(_measured(records, cells, [plan["letter"]]) or ())]
     return Claim(
         text=plan["claim"],
-        published=sign * (_printed(cells, [plan["better"]]) - _printed(cells, than)),
+        published=sign * (_printed(printed, [plan["better"]]) - _printed(printed, than)),
         letter=ahead(plan["letter"]),
         changed=ahead(plan.get("changed")),
         local=ahead("local"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from fl_lightning.papers import tables
@@ -15,6 +15,10 @@ from fl_lightning.papers.tables import COVERAGE, Cell, Config
 #: Coverage of a cell that was not measured.
 NONE = "not measured"
 KINDS = (*COVERAGE, NONE)
+#: Options of partitions that say how many samples a client has.
+EACH = ("samples_per_agent", "train_samples", "min_samples")
+#: Samples of the data sets.
+SIZES = {"MNIST": 70_000, "FashionMNIST": 70_000, "CIFAR10": 60_000}
 
 
 def coverage(layouts: Iterable[Layout], papers: Iterable[str]) -> dict[str, list[Cell]]:
@@ -42,12 +46,13 @@ def uncovered(layouts: Iterable[Layout]) -> list[Cell]:
 def hours(records: Records, config: Config) -> float | None:
     """What a run would take, in hours of one core, by recorded runs of its net on its data; None if there is none.
 
-    Of these the ones of its method count, else those of all methods; time is taken to grow with rounds and epochs.
+    Of these the ones of its method count, else those of all methods; time is taken to grow with samples, rounds and
+    epochs.
     """
     like = [line for line in records.lines() if _kind(line["config"]) == _kind(config)]
     own = [line for line in like if _method(line["config"]) == _method(config)]
-    costs = [line["result"]["seconds"] / _passes(line["config"]) for line in own or like]
-    return statistics.median(costs) * _passes(config) / 3600 if costs else None
+    costs = [line["result"]["seconds"] / _work(line["config"]) for line in own or like]
+    return statistics.median(costs) * _work(config) / 3600 if costs else None
 
 
 def _name(cell: Cell) -> str:
@@ -55,15 +60,22 @@ def _name(cell: Cell) -> str:
 
 
 def _kind(config: Config) -> str:
-    """Data and net of a run."""
-    data, net = config["data"], config["model"]["init_args"]["net"]
-    limits = {key: data["init_args"].get(key) for key in ("limit", "fraction")}
-    return json.dumps([data["class_path"], limits, net], sort_keys=True)
+    """Data, net and batches of a run."""
+    model = config["model"]["init_args"]
+    return json.dumps([config["data"]["class_path"], model["net"], model["batch_size"]], sort_keys=True)
 
 
 def _method(config: Config) -> Any:
     return config["model"]["class_path"]
 
 
-def _passes(config: Mapping[str, Any]) -> float:
-    return float(config["trainer"]["max_epochs"] * config["model"]["init_args"]["epochs"])
+def _work(config: Config) -> float:
+    """Samples that a run trains on, as often as it does: of like runs, how much longer one is than the other."""
+    data, scheme = config["data"]["init_args"], config["data"]["init_args"]["partition"]["init_args"]
+    while "partition" in scheme:
+        scheme = scheme["partition"]["init_args"]
+    each = next((scheme[key] for key in EACH if scheme.get(key)), None)
+    whole = data.get("limit") or SIZES.get(config["data"]["class_path"].rpartition(".")[2], 1)
+    samples = whole * (1 - scheme.get("test_fraction", 0.2)) if each is None else each * scheme.get("clients", 10)
+    share = 1.0 if _method(config).endswith(".Local") else data.get("fraction", 1.0)
+    return float(samples * share * config["trainer"]["max_epochs"] * config["model"]["init_args"]["epochs"])

@@ -63,7 +63,7 @@ def _groups(records: Records, name: str) -> dict[About, dict[str, list[Result]]]
     groups: dict[About, dict[str, list[Result]]] = {}
     for cell in tables.table(name):
         plain = cell["metric"] != "parameters" and not any(key in cell for key in varied)
-        found = results(records, cell) if plain else []
+        found = [one for one in results(records, cell) if accuracy_of(name) in one["curves"]] if plain else []
         if found:
             groups.setdefault(_about(cell, name), {})[tables.line_name(cell)] = found
     return groups
@@ -101,7 +101,8 @@ def _study(records: Records, name: str, study: Mapping[str, str], folder: Path) 
     """Final accuracy over the key that a study varies, one line for each value of another."""
     lines: dict[str, dict[Any, Sequence[Result]]] = {}
     for cell in tables.table(name):
-        found = results(records, cell) if study["x"] in cell else []
+        plain = cell.get(study["x"]) is not None and not any(key in cell for key in tables.SCALES)
+        found = results(records, cell) if plain else []
         if found:
             lines.setdefault(str(cell[study["line"]]), {})[cell[study["x"]]] = found
     if not lines:
@@ -125,8 +126,8 @@ def _stem(name: str, about: About) -> str:
 
 
 def _about(cell: Cell, name: str) -> About:
-    """Data and partition of a cell, the net where there are several for these, the agents where they are counted."""
+    """Data and partition of a cell, the net where there are several for these, and what its scale is."""
     same = (other for other in tables.table(name) if all(other[k] == cell[k] for k in ("dataset", "partition")))
     about = (cell["dataset"], cell["partition"])
     about += (cell["model"],) if len({other.get("model") for other in same}) > 1 else ()
-    return (*about, f"{cell['agents']} agents") if "agents" in cell else about
+    return (*about, *(f"{cell[key]} {key}" for key in tables.SCALES if key in cell))

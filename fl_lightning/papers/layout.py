@@ -85,11 +85,22 @@ class Layout:
         return {row: found[row] for row in sorted(found, key=self._order)}
 
     @cached_property
+    def absent(self) -> list[Cell]:
+        """Cells that the table asks for and that no run was made for, published or not; of one run the first."""
+        found = {tables.config_hash(tables.config_of(cell)): cell for cell in reversed(list(self._cells()))}
+        return [cell for cell in reversed(found.values()) if not self.records.seeds(tables.config_of(cell))]
+
+    @cached_property
     def columns(self) -> list[Place]:
         """Columns in the order in which cells have them."""
         wanted = [tuple(cell.get(key) for key in self.plan["columns"]) for cell in self._cells()]
         there = {column for row in self.places.values() for column in row}
         return [column for column in dict.fromkeys(wanted) if column in there]
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the table is of larger runs, of which none was made: they are but listed."""
+        return bool(self.plan.get("larger")) and all(one.measured is None for one in self.shown)
 
     @property
     def shown(self) -> Iterator[Shown]:
@@ -141,7 +152,7 @@ def _published_as(cell: Cell, metric: str) -> Cell:
     """What a cell would be called in the paper."""
     stand_for: dict[str, str] = tables.pages()["stand_for"]
     asked = {**tables.identity(cell), "method": stand_for.get(cell["method"], cell["method"]), "metric": metric}
-    return {key: value for key, value in asked.items() if key not in ("agents", "paper", "table")}
+    return {key: value for key, value in asked.items() if key not in ("paper", "table", *tables.SCALES)}
 
 
 def _printed(name: str) -> list[Cell]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fl_lightning.papers.coverage import KINDS, NONE, coverage, hours
 from fl_lightning.papers.layout import Layout, Place, Shown
 from fl_lightning.papers.measure import Measured
 from fl_lightning.papers.records import Records
-from fl_lightning.papers.tables import FULL, REDUCED, Cell
+from fl_lightning.papers.tables import FULL, REDUCED, Cell, Config
 from fl_lightning.papers.words import figure, markdown, name_of
 
 Plan = Mapping[str, Any]
@@ -85,7 +86,7 @@ def front_page(records: Records, layouts: Mapping[str, Sequence[Layout]]) -> str
     said = tables.pages()["texts"]
     parts = [said["front"], markdown(head, rows, left=3), "## Coverage\n", _coverage_table(plans, layouts)]
     parts += [said["coverage"], "## Deviations\n", f"![{said['picture']}]({PICTURES}/deviations.png)\n"]
-    parts.append(said["deviations"])
+    parts += [said["deviations"], "## Runs\n", _runs(records, [one for of in layouts.values() for one in of])]
     parts += ["## Pages\n", f"- [{said['map']['title']}]({PAGES}/map.md)"]
     parts += [f"- {_link(plan)}, [curves]({PAGES}/{plan['name']}-curves.md)" for plan in tables.pages()["pages"]]
     return "\n".join(parts)
@@ -102,8 +103,7 @@ def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
             "## Claims\n",
             markdown(["claim", "verdict", "paper's gain", "to the letter", "ours", "Local"], rows, left=2),
         ]
-    for layout in layouts:
-        parts.append(section(layout, plan.get("explanations", [])))
+    parts += [text for one in layouts if (text := section(one, plan.get("explanations", [])))]
     for title, key in (("What is assumed", "assumptions"), ("How settings were chosen", "chosen")):
         if key in plan:
             parts += [f"## {title}\n", *(f"- {text}" for text in plan[key]), ""]
@@ -124,7 +124,7 @@ def curves_page(plan: Plan, pictures: Mapping[str, Sequence[Path]]) -> str:
 
 def section(layout: Layout, explanations: Sequence[Plan] = (), level: str = "##") -> str:
     """One table of a page, with its footnotes; empty where nothing is to be shown."""
-    if not layout.places:
+    if not layout.places or layout.is_hidden:
         return ""
     notes: dict[str, int] = {}
     rows = []
@@ -151,7 +151,7 @@ def _mapped(layouts: Mapping[str, Sequence[Layout]]) -> dict[str, Grid]:
         f"{plan['title']}\n{layout.plan['title']}": _grid(layout)
         for plan in tables.pages()["pages"]
         for layout in layouts[plan["name"]]
-        if layout.plan.get("map")
+        if layout.plan.get("map") and not layout.is_hidden
     }
 
 
@@ -208,17 +208,25 @@ def _applies(layout: Layout, shown: Shown, one: Plan) -> bool:
 
 
 def _scales(layout: Layout) -> str:
-    """How the runs of a table are smaller than the paper's, by column where columns differ."""
-    found: dict[str, list[str]] = {}
-    for shown in layout.shown:
-        if shown.measured is not None and shown.measured.scale != FULL:
-            column = tuple(shown.cell.get(key) for key in layout.plan["columns"])
-            found.setdefault(shown.measured.scale, []).append(_said(layout.plan["columns"], column))
+    """How the runs of a table are smaller than the paper's, by column, or by row where columns are not of one scale."""
+    smaller = [shown for shown in layout.shown if shown.measured is not None and shown.measured.scale != FULL]
+    axes = [_by_scale(layout, smaller, axis) for axis in ("columns", "rows")]
+    found = next((one for one in axes if len(set().union(*one.values())) == sum(map(len, one.values()))), axes[0])
     if not found:
         return ""
-    said = [f"{', '.join(dict.fromkeys(columns))}: {scale}" for scale, columns in found.items()]
-    alike = len(found) == 1 and len(set(next(iter(found.values())))) == len(layout.columns)
-    return f"Scale: {next(iter(found)) if alike else '; '.join(said)}.\n"
+    said = [f"{'; '.join(names)}: {scale}" for scale, names in found.items()]
+    alike = len(found) == 1 and len(next(iter(axes[0].values()))) == len(layout.columns)
+    return f"Scale: {next(iter(found)) if alike else '. '.join(said)}.\n"
+
+
+def _by_scale(layout: Layout, places: Sequence[Shown], axis: str) -> dict[str, list[str]]:
+    """Names of the columns or rows of each scale."""
+    found: dict[str, dict[str, None]] = {}
+    for shown in places:
+        assert shown.measured is not None
+        place = tuple(shown.cell.get(key) for key in layout.plan[axis])
+        found.setdefault(shown.measured.scale, {})[_said(layout.plan[axis], place)] = None
+    return {scale: list(names) for scale, names in found.items()}
 
 
 def _coverage_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layout]]) -> str:
@@ -233,16 +241,19 @@ def _coverage_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layout
 
 def _missing(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
     """What of a paper was not measured, and what it would cost."""
-    left = coverage(layouts, plan["papers"])[NONE]
-    rows = [row for layout in layouts for row in _left_of(records, layout, left)]
-    if not rows:
-        return "Nothing is missing.\n"
+    left, said = coverage(layouts, plan["papers"])[NONE], tables.pages()["texts"]
+    known: set[str] = set()
+    rows = [row for one in layouts if not one.plan.get("larger") for row in _left_of(records, one, left, known)]
     head = ["table", "data", "methods", "cells", "runs", "hours of a core, one seed"]
-    return f"{markdown(head, rows, left=3)}\n{tables.pages()['texts']['hours']}"
+    parts = [markdown(head, rows, left=3)] if rows else ["Every published value was measured.\n"]
+    others = list(_others(records, layouts, known))
+    if others:
+        parts += [said["others"], markdown([*head[:3], *head[4:]], others, left=3)]
+    return "\n".join([*parts, *([said["hours"]] if rows or others else []), _single(records, layouts)])
 
 
-def _left_of(records: Records, layout: Layout, left: Sequence[Cell]) -> Iterator[list[str]]:
-    """Cells of one table that were not measured, by data set."""
+def _left_of(records: Records, layout: Layout, left: Sequence[Cell], known: set[str]) -> Iterator[list[str]]:
+    """Published cells of one table that were not measured, by data set; adds their runs to those that are known."""
     found: dict[str, list[Shown]] = {}
     for shown in layout.shown:
         if any(cell in left for cell in shown.published):
@@ -250,12 +261,42 @@ def _left_of(records: Records, layout: Layout, left: Sequence[Cell]) -> Iterator
     for data, places in found.items():
         asked = [one for shown in places for one in (shown.cell, tables.beside(shown.cell)) if one is not None]
         configs = {tables.config_hash(config): config for config in map(tables.config_of, asked)}
-        costs = [hours(records, config) for config in configs.values() if not records.seeds(config)]
-        known = [cost for cost in costs if cost is not None]
-        cost = "no run to judge by" if len(known) < len(costs) else f"{sum(known):.1f}"
+        known.update(configs)
+        todo = [config for config in configs.values() if not records.seeds(config)]
         methods = ", ".join(dict.fromkeys(name_of(shown.cell["method"]) for shown in places))
-        cells = sum(len(shown.published) for shown in places)
-        yield [layout.plan["title"], name_of(data), methods, str(cells), str(len(costs)), cost]
+        cells = {json.dumps(cell, sort_keys=True) for shown in places for cell in shown.published}
+        yield [layout.plan["title"], name_of(data), methods, str(len(cells)), str(len(todo)), _cost(records, todo)]
+
+
+def _others(records: Records, layouts: Sequence[Layout], known: set[str]) -> Iterator[list[str]]:
+    """Runs that were not made and are not known, each at the first table that asks for it."""
+    for layout in layouts:
+        found: dict[str, list[Cell]] = {}
+        for cell in layout.absent:
+            run = tables.config_hash(tables.config_of(cell))
+            if run not in known:
+                found.setdefault(cell["dataset"], []).append(cell)
+            known.add(run)
+        for data, cells in found.items():
+            methods = ", ".join(dict.fromkeys(name_of(cell["method"]) for cell in cells))
+            cost = _cost(records, map(tables.config_of, cells))
+            yield [layout.plan["title"], name_of(data), methods, str(len(cells)), cost]
+
+
+def _single(records: Records, layouts: Sequence[Layout]) -> str:
+    """What a second seed of the runs that have one would cost."""
+    measured = {one.measured.run: one.measured for layout in layouts for one in layout.shown if one.measured}
+    once = [sum(one.seconds) for one in measured.values() if len(one.seeds) == 1]
+    if not once:
+        return ""
+    return f"{len(once)} runs have one seed; a second one of each would take {sum(once) / 3600:.1f} hours of a core.\n"
+
+
+def _cost(records: Records, configs: Iterable[Config]) -> str:
+    """Hours of one core that runs would take."""
+    costs = [hours(records, config) for config in configs]
+    known = [cost for cost in costs if cost is not None]
+    return "no run to judge by" if len(known) < len(costs) else f"{sum(known):.1f}"
 
 
 def _runs(records: Records, layouts: Sequence[Layout]) -> str:

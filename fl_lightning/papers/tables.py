@@ -30,6 +30,8 @@ _NOT_OF_THE_RUN = ("paper", "table", "metric", "value", "std", "unit", "note", "
 NO_RECIPES = "published.yaml", "pages.yaml"
 #: How a cell is run: as in the paper, on a part of the data, at a scale that the paper does not state, or smaller.
 COVERAGE = FULL, PART, UNSTATED, REDUCED = "full", "part of the data", "scale not stated", "reduced"
+#: Keys that recipes add for runs at another scale; no published cell has them.
+SCALES = ("agents", "images")
 #: Keys that tell every cell's run, and do not tell lines of one picture from each other.
 _PLAIN = ("dataset", "partition", "method", "model")
 
@@ -169,7 +171,7 @@ def studies(name: str) -> list[dict[str, str]]:
 
 def line_name(cell: Cell) -> str:
     """A cell's method, with what tells its run from others of the same method on the same data."""
-    more = [f"{k} = {v}" for k, v in cell.items() if k not in (*_NOT_OF_THE_RUN, *_PLAIN, "view")]
+    more = [f"{k} = {v}" for k, v in cell.items() if v is not None and k not in (*_NOT_OF_THE_RUN, *_PLAIN, "view")]
     return " ".join([cell["method"], *more])
 
 

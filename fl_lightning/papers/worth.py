@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     """One place of the map."""
 
     dataset: str
-    populations: int
+    partition: str
     classes: int
     samples: int
 
@@ -109,13 +109,14 @@ def _leaders(of: Scores) -> list[str]:
 
 def _table(found: Mapping[Setting, Scores]) -> str:
     methods = list(next(iter(found.values())))
-    head = ["data", "sub-populations", "classes", "samples", *map(name_of, methods), "best beside Local"]
+    head = ["data", "clients", "classes", "samples", *map(name_of, methods), "best beside Local"]
     rows = []
     for setting, of in sorted(found.items()):
         method, gain = best(of)
         leaders = _leaders(of)
         texts = [f"**{of[one]:.1f}**" if one in leaders else f"{of[one]:.1f}" for one in methods]
-        rows.append([name_of(setting.dataset), *map(str, setting[1:]), *texts, f"{name_of(method)} {gain:+.1f}"])
+        place = [name_of(str(part)) for part in setting]
+        rows.append([*place, *texts, f"{name_of(method)} {gain:+.1f}"])
     return markdown(head, rows)
 
 
@@ -149,6 +150,6 @@ def draw(records: Records, path: Path) -> Path:
             columns = sorted({setting.samples for setting in mine})
             grid = [[mine.get(Setting(dataset, *row, column)) for column in columns] for row in rows]
             named = [[None if one is None else (name_of(one[0]), one[1]) for one in line] for line in grid]
-            said = [f"{classes} classes, {'one population' if n == 1 else f'{n} populations'}" for n, classes in rows]
+            said = [f"{classes} classes, {name_of(partition)}" for partition, classes in rows]
             panels[f"{name_of(dataset)}, {title}"] = (said, [str(column) for column in columns], named)
     return pays(panels, path)

@@ -5,6 +5,7 @@ The attacks are those of :mod:`fl_lightning.privacy.gradients`; here is what a f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,10 +27,11 @@ from fl_lightning.privacy import gradients
 from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.gradients import LocalSteps, Matching
 from fl_lightning.privacy.pixels import Pixels
+from fl_lightning.privacy.profiles import remaining
 from fl_lightning.privacy.report import BASELINE, Row
 from fl_lightning.privacy.views import View
 from fl_lightning.privacy.wiretap import Protection, Run, Wire
-from fl_lightning.wire import Message, State
+from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
 
 #: Above this a reconstruction is equal to the original but for rounding, in dB.
 EXACT = 150.0
@@ -143,8 +145,12 @@ def leak(
     steps: int = 1,
     initial: State | None = None,
     reference: Tensor | None = None,
+    hidden: bool = False,
 ) -> tuple[list[Row], list[Leaked]]:
     """Reconstruct a small batch of every client from the update it would send.
+
+    Views that live on sums get the mean of the updates of a whole cohort, each made on a batch as small, and search the
+    samples of all; the rows are of the attacked client's.
 
     Args:
         run: the run.
@@ -156,6 +162,7 @@ def leak(
         initial: the common initial weights, the only ones that the outsider can compare an up message with; None leaves
             the outsider out.
         reference: the adversary's own rows, whose mean is a baseline.
+        hidden: whether secure aggregation hides single messages.
 
     Returns:
         One row per client, view, assumption and variant with ``psnr`` (dB) and ``ssim`` to the batch, the
@@ -164,20 +171,25 @@ def leak(
     """
     module, rows = run.module, list[Row]()
     images: list[Leaked] = []
-    federation, pixels = module.federation, Pixels.of(module.federation)
+    pixels, cohort = Pixels.of(module.federation), [*module.cohort(module.completed_rounds)]
+    asked: dict[int, _Small] = {}
+
+    def ask(client: int) -> _Small:
+        if client not in asked:
+            asked[client] = _small(run, client, batch, steps)
+        return asked[client]
+
     for client in run.each(run.clients):
-        rng = seeding.stream(module.seed, "attack.leakage", client=client)
-        own = federation.train[client]
-        chosen = own[seeding.permutation(rng, len(own))[:batch].to(own.device)]
-        true = federation.targets[chosen]
-        if federation.label_maps is not None:
-            true = federation.label_maps[client][true]
-        originals = pixels.of_rows(chosen)
-        received, sent, kept = small_update(module, client, chosen, run.protect, steps)
+        small = ask(client)
+        received, kept, originals = small.received, small.kept, pixels.of_rows(small.rows)
         where = {"client": client, "group": (groups or {}).get(client, "")}
         struck = False
         for view in views:
-            known = _known(view, received, initial)
+            known = {} if hidden and not view.sums else _known(view, received, initial)
+            every = [small, *(ask(other) for other in cohort if other != client)] if view.sums else [small]
+            sent = _seen(view, every, module.weighting)
+            shown = every if view.whole else [small]
+            true = torch.cat([one.labels for one in shown])
             gradient = gradient_of(module, known, sent, steps)
             if not gradient or not any(bool(g.any()) for g in gradient.values()):
                 continue
@@ -185,9 +197,10 @@ def leak(
             for assumption, state in _at_the_start(view, Run(module, Wire(), {client: kept}), client, known).items():
                 start = seeding.stream(module.seed, "attack.matching", client=client)
                 for variant, found, labels in _reconstruct(
-                    module, state, gradient, len(true), pixels, matching, steps, start
+                    module, state, gradient, len(true), batch == 1, pixels, matching, steps, start
                 ):
-                    ordered = _ordered(found, originals)
+                    everything = pixels.of_rows(torch.cat([one.rows for one in shown]))
+                    ordered = _ordered(found, everything if len(found) == len(true) else originals)[: len(originals)]
                     how = {"view": view.name, "assumption": assumption, "variant": variant}
                     scores = {**compare(ordered, originals), "label_acc": _label_share(labels, true)}
                     rows.append({**how, **where, **scores})
@@ -209,6 +222,38 @@ def leak(
                 scores = {**compare(image.expand_as(originals), originals), "label_acc": float("nan")}
                 rows.append({"view": BASELINE, "assumption": "", "variant": name, **where, **scores})
     return rows, images
+
+
+class _Small(NamedTuple):
+    """A client's small update, and what it was made on."""
+
+    rows: Tensor
+    labels: Tensor
+    received: State
+    message: Message
+    kept: State
+
+
+def _small(run: Run, client: int, batch: int, steps: int) -> _Small:
+    module, federation = run.module, run.module.federation
+    own = federation.train[client]
+    rng = seeding.stream(module.seed, "attack.leakage", client=client)
+    rows = own[seeding.permutation(rng, len(own))[:batch].to(own.device)]
+    labels = federation.targets[rows]
+    if federation.label_maps is not None:
+        labels = federation.label_maps[client][labels]
+    received, sent, kept = small_update(module, client, rows, run.protect, steps)
+    return _Small(rows, labels, received, Message(client, sent, len(rows)), kept)
+
+
+def _seen(view: View, every: Sequence[_Small], weighting: Weighting) -> State:
+    """What a view sees of the first of some updates: itself, their mean, or what is left of that."""
+    messages = [one.message for one in every]
+    if not view.sums or not messages[0].tensors:
+        return messages[0].tensors
+    weights = message_weights(messages, weighting)
+    mean = weighted_mean(messages, weights)
+    return mean if view.whole else remaining(mean, weights[1:], [m.tensors for m in messages[1:]], weights[0])
 
 
 def baselines(pixels: Pixels, reference: Tensor | None) -> dict[str, Tensor]:
@@ -238,6 +283,7 @@ def _known(view: View, received: State, initial: State | None) -> State:
 def _at_the_start(view: View, step: Run, client: int, known: State) -> dict[str, State]:
     """The models that an adversary takes the gradient to be of: those before it, completed by its assumptions."""
     step.wire.note(client, known)
+    step.wire.means, step.wire.left = deque([known]), {client: deque([known])}
     found = {name: states[-1] for name, states in view.observe(step, client).items()}
     return {name: state for name, state in found.items() if name != "personal"}
 
@@ -247,16 +293,17 @@ def _reconstruct(
     state: State,
     gradient: State,
     batch: int,
+    single: bool,
     pixels: Pixels,
     matching: Matching,
     steps: int,
     rng: np.random.Generator,
 ) -> list[tuple[str, Tensor, Tensor | None]]:
-    """Images and labels by attack."""
+    """Images and labels by attack; those for one sample are tried if every client has a ``single`` one."""
     labels, local = labels_of(module, gradient, batch), module.local
     trained = tuple(name for name in module.trainable_names if name in state)
     found: list[tuple[str, Tensor, Tensor | None]] = []
-    if batch == 1:
+    if single:
         found += [(name, image, labels) for name, image in exact(module, gradient, pixels).items()]
     match = matching.search(
         lambda own, x, y: module.batch_loss(own, x, y, training=False)[0],

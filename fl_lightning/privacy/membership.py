@@ -94,7 +94,7 @@ def _as_viewed(shadows: Sequence[Shadow], view: View, online: bool) -> list[Shad
     found: list[Shadow] = []
     for _, group in groupby(shadows, lambda one: one.group):
         clients = list(group)
-        if view.name == "other_client":
+        if view.whole:
             found.append(clients[0]._replace(inside=clients[0].touched))
         else:
             found += clients if online else clients[:MODELS]

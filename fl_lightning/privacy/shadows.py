@@ -60,6 +60,7 @@ def train_shadows(
     like: Trainer,
     memory: int = 3,
     fraction: float = 1.0,
+    sums: bool = False,
 ) -> list[Shadow]:
     """Train shadow federations as the target is trained; returns their clients that sent anything or keep anything.
 
@@ -71,6 +72,7 @@ def train_shadows(
         like: a Trainer of the target's run, for its precision and device.
         memory: how many messages are kept of each.
         fraction: share of the clients that trains in a round.
+        sums: whether means of rounds are kept, for views that live on them.
     """
     found: list[Shadow] = []
     for group, parts in enumerate(rows):
@@ -89,7 +91,7 @@ def train_shadows(
                 enable_model_summary=False,
                 limit_val_batches=0,
                 num_sanity_val_steps=0,
-                callbacks=[Wiretap(wire)],
+                callbacks=[Wiretap(wire, sums)],
             )
             trainer.fit(module, datamodule=_Data(as_clients(federation, parts), fraction, module.seed))
         run, touched = finished(module, wire), torch.cat(list(parts))

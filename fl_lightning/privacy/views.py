@@ -35,6 +35,10 @@ class View(ABC):
     name: ClassVar[str]
     #: The threat model in a sentence.
     sees: ClassVar[str]
+    #: Whether it sees models of all clients together, and none of a single one.
+    whole: ClassVar[bool] = False
+    #: Whether it lives on the means of rounds.
+    sums: ClassVar[bool] = False
 
     @abstractmethod
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
@@ -80,6 +84,7 @@ class OtherClient(View):
     """Another participant: has the global model as it received it."""
 
     name = "other_client"
+    whole = True
     sees = "the global model that the server sends to another client"
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
@@ -109,7 +114,32 @@ class Insider(View):
         return {"own": [module.assume(base, private)], "personal": [module.personal_state(client)]}
 
 
-VIEWS: dict[str, type[View]] = {view.name: view for view in (Outsider, Server, OtherClient, Insider)}
+class Sums(View):
+    """A server behind secure aggregation: has the mean of every round, the last few of which are used."""
+
+    name = "sums"
+    sees = "the mean of all clients' messages of a round (secure aggregation), and what it sends"
+    whole = sums = True
+
+    def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
+        """The means, completed in every way."""
+        return _completed(run, client, self.name, [run.module.revealed(mean) for mean in run.wire.means], reference)
+
+
+class Colluding(View):
+    """A server behind secure aggregation with whom all clients but one collude."""
+
+    name = "colluding"
+    sees = "the mean of a round (secure aggregation) and the messages of all other clients, which collude with it"
+    sums = True
+
+    def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
+        """What is left of the means, completed in every way."""
+        left = run.wire.left.get(client, ())
+        return _completed(run, client, self.name, [run.module.revealed(message) for message in left], reference)
+
+
+VIEWS: dict[str, type[View]] = {view.name: view for view in (Outsider, Server, OtherClient, Insider, Sums, Colluding)}
 
 
 def make_views(names: Sequence[str]) -> list[View]:

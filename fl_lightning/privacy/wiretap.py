@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from fl_lightning.engine import settled
 from fl_lightning.exchange import train_clients
 from fl_lightning.module import FederatedModule
-from fl_lightning.wire import Message, State
+from fl_lightning.privacy.profiles import remaining
+from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
 
 T = TypeVar("T")
 #: What a client does to a message before it leaves, given what it received.
@@ -35,6 +36,10 @@ class Wire:
     sent: dict[int, deque[State]] = field(default_factory=dict)
     #: What the client had received before each of them; empty where that was not heard.
     received: dict[int, deque[State]] = field(default_factory=dict)
+    #: Weighted means of the rounds, the last one at the end; noted if they are asked for.
+    means: deque[State] = field(default_factory=deque)
+    #: What is left of a mean if all messages but the client's are taken off, by client, the last one at the end.
+    left: dict[int, deque[State]] = field(default_factory=dict)
     _down: dict[int, State] = field(default_factory=dict)
 
     def hand(self, client: int, message: State) -> None:
@@ -48,7 +53,29 @@ class Wire:
             messages.append({name: value.detach().clone() for name, value in heard.items()})
             kept[client] = messages
             if self.clients is not None and len(kept) > self.clients:
-                del kept[next(iter(kept))]
+                gone = next(iter(kept))
+                del kept[gone]
+                self.left.pop(gone, None)
+
+    def note_mean(self, messages: Sequence[Message], weighting: Weighting, apart: Sequence[int] = ()) -> None:
+        """Keep the mean of a stage's messages, and what clients that collude with the server leave of it.
+
+        Args:
+            messages: all of the stage.
+            weighting: of the mean.
+            apart: clients whose messages are to be found by taking all others off the mean.
+        """
+        if not messages or not messages[0].tensors:
+            return
+        weights = message_weights(messages, weighting)
+        mean = weighted_mean(messages, weights)
+        self.means = deque([*self.means, mean], maxlen=self.memory)
+        for place, message in enumerate(messages):
+            if message.client in apart:
+                known = [other.tensors for other in messages if other is not message]
+                rest = [w for number, w in enumerate(weights) if number != place]
+                kept = self.left.setdefault(message.client, deque(maxlen=self.memory))
+                kept.append(remaining(mean, rest, known, weights[place]))
 
     def exchanged(self, client: int) -> list[tuple[State, State]]:
         """What a client received and what it answered, where it answered at all, the last at the end."""
@@ -96,10 +123,11 @@ class Wiretap(Callback):
 
     Args:
         wire: where they are kept.
+        sums: whether the means of rounds are kept, too, and what is left of them for each client.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+    def __init__(self, wire: Wire, sums: bool = False) -> None:
+        self.wire, self.sums = wire, sums
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
         """Hear what a client is given."""
@@ -109,13 +137,25 @@ class Wiretap(Callback):
         """Keep what crosses."""
         self.wire.note(client, message.tensors)
 
+    def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
+        """Keep the mean."""
+        if self.sums:
+            assert isinstance(pl_module, FederatedModule)
+            self.wire.note_mean(messages, pl_module.weighting, [m.client for m in messages])
+
 
 def finished(module: FederatedModule, wire: Wire) -> Run:
     """A run that was listened to, with what its clients keep now."""
     return Run(module, wire, {client: dict(module.snapshots[client].private) for client in wire.sent})
 
 
-def intercept(module: FederatedModule, clients: Sequence[int], protect: Protection | None = None) -> Run:
+def intercept(
+    module: FederatedModule,
+    clients: Sequence[int],
+    protect: Protection | None = None,
+    others: Sequence[int] | None = None,
+    hidden: bool = False,
+) -> Run:
     """What the clients would send in the next round, after a run of which nothing was recorded, as from a checkpoint.
 
     Nothing of the round is kept: server and snapshots stay as they are.
@@ -124,17 +164,24 @@ def intercept(module: FederatedModule, clients: Sequence[int], protect: Protecti
         module: a trained method under a Trainer with its data.
         clients: the clients to listen to.
         protect: what clients do to a message before it leaves, given what they received.
+        others: clients that train beside them, for the mean of all messages; None asks for no mean.
+        hidden: whether secure aggregation hides the messages.
     """
     run, engine = Run(module, Wire(memory=1), {}), settled(module.engine)
+    everybody, messages = [*clients, *(others or ())], list[Message]()
     with torch.inference_mode(False), torch.enable_grad():
-        for start in range(0, len(clients), engine.width):
-            received = {client: module.message_down(client) for client in clients[start : start + engine.width]}
+        for start in range(0, len(everybody), engine.width):
+            received = {client: module.message_down(client) for client in everybody[start : start + engine.width]}
             mes = [module.simulation.me(client, module.setting()) for client in received]
             for one in train_clients(module, engine, received, mes):
                 client, message = one.me.number, Message(one.me.number, one.up, len(one.me.data))
                 if protect is not None:
                     protect(received[client], message)
-                run.wire.hand(client, received[client])
-                run.wire.note(client, message.tensors)
-                run.private[client] = one.keep or {}
+                messages.append(message)
+                if client in clients:
+                    run.wire.hand(client, received[client])
+                    run.wire.note(client, {} if hidden else message.tensors)
+                    run.private[client] = one.keep or {}
+    if others is not None:
+        run.wire.note_mean(messages, module.weighting, clients)
     return run

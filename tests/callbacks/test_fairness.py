@@ -89,7 +89,7 @@ def test_table(tmp_path: Path) -> None:
     fit(method, federation(), rounds=2, callbacks=[FairnessCallback()], logger=logger)
     scores = method.evaluator.scores["test"]
     hand = by_hand(scores)
-    rows = list(csv.DictReader(open(Path(logger.log_dir) / "fairness_val.csv")))  # noqa: SIM115
+    rows = list(csv.DictReader(open(Path(logger.log_dir) / "fairness_test.csv")))  # noqa: SIM115
     assert [row["population"] for row in rows] == ["all", "majority", "minority", "gap"]
     assert [row["clients"] for row in rows] == ["6", "4", "2", ""]
     wanted = [float(scores.mean()), hand["acc_majority"], hand["acc_minority"], hand["gap"]]
@@ -100,7 +100,7 @@ def test_table(tmp_path: Path) -> None:
     assert float(rows[0]["worst tenth"]) == pytest.approx(100 * float(scores.min()), abs=0.006)
     minority = 100 * scores[torch.tensor(MODES) == 1]
     assert float(rows[2]["variance"]) == pytest.approx(float(minority.var(correction=0)), abs=0.006)
-    text = (Path(logger.log_dir) / "fairness_val.md").read_text().splitlines()
+    text = (Path(logger.log_dir) / "fairness_test.md").read_text().splitlines()
     assert [re.findall(r"[^|]+", line)[0].strip() for line in text] == [
         "population",
         "---",
@@ -124,7 +124,7 @@ def test_gain_over_local(tmp_path: Path) -> None:
         at_test = trainer(callbacks=[FairnessCallback(local=given, folder=str(tmp_path))])
         (tested,) = at_test.test(method, datamodule=federation(), verbose=False)
         assert tested["test/local_gap"] == pytest.approx(float(gained.mean()))
-    (row, *_) = csv.DictReader(open(tmp_path / "fairness_val.csv"))  # noqa: SIM115
+    (row, *_) = csv.DictReader(open(tmp_path / "fairness_test.csv"))  # noqa: SIM115
     assert float(row["gain over Local"]) == pytest.approx(100 * float(gained.mean()), abs=0.006)
 
 
@@ -138,7 +138,7 @@ def test_clients_that_were_not_evaluated_are_left_out(limit: int, tmp_path: Path
     hand = by_hand(scores)
     for name in ("acc_majority", "acc_minority", "gap", "variance", "jain"):
         assert float(run.callback_metrics[f"test/{name}"]) == pytest.approx(hand[name])
-    rows = list(csv.DictReader(open(tmp_path / "fairness_val.csv")))  # noqa: SIM115
+    rows = list(csv.DictReader(open(tmp_path / "fairness_test.csv")))  # noqa: SIM115
     assert int(rows[0]["clients"]) == 2 * limit
 
 
@@ -146,7 +146,7 @@ def test_without_groups_and_with_many(tmp_path: Path) -> None:
     run = fit(FedAvg(mlp()), federation(meta={}), 1, callbacks=[FairnessCallback(folder=str(tmp_path))])
     assert "test/variance" in run.callback_metrics
     assert not {"test/gap", "test/acc_majority"} & set(run.callback_metrics)
-    assert len((tmp_path / "fairness_val.csv").read_text().splitlines()) == 2
+    assert len((tmp_path / "fairness_test.csv").read_text().splitlines()) == 2
 
     users = {"user": ["a", "b", "c", "a", "b", "a"]}
     callback = FairnessCallback("user", folder=str(tmp_path))
@@ -155,19 +155,19 @@ def test_without_groups_and_with_many(tmp_path: Path) -> None:
     scores = method.evaluator.scores["test"]
     assert float(run.callback_metrics["test/acc_user_c"]) == pytest.approx(float(scores[2]))
     assert float(run.callback_metrics["test/gap"]) == pytest.approx(float(scores[[0, 3, 5]].mean() - scores[2]))
-    rows = list(csv.DictReader(open(tmp_path / "fairness_val.csv")))  # noqa: SIM115
+    rows = list(csv.DictReader(open(tmp_path / "fairness_test.csv")))  # noqa: SIM115
     assert [row["population"] for row in rows] == ["all", "user_a", "user_b", "user_c", "gap"]
 
 
 def test_multimodal_digits_and_other_callbacks(tmp_path: Path) -> None:
     """With the partition that notes modes, and a stock callback that monitors what is logged here."""
     scheme = Multimodal(modes=[[1, 3, 5, 7, 9], [0, 2, 4, 6, 8]], clients=[10, 5])
-    stop = EarlyStopping("test/gap", patience=50)
+    stop = EarlyStopping("val/gap", patience=50)
     method = FedAvg(MLP(64, (16,)), lr=0.1)
     run = fit(method, Digits(partition=scheme), 2, callbacks=[FairnessCallback(folder=str(tmp_path)), stop])
-    scores = method.evaluator.scores["test"]
+    scores = method.evaluator.scores["val"]
     expected = float(scores[:10].mean() - scores[10:].mean())
-    assert float(run.callback_metrics["test/gap"]) == pytest.approx(expected)
+    assert float(run.callback_metrics["val/gap"]) == pytest.approx(expected)
     assert float(stop.best_score) <= expected + 1e-9
 
 
@@ -177,7 +177,7 @@ def test_validate_writes_a_table_and_a_dry_run_does_not(tmp_path: Path) -> None:
     assert not (tmp_path / "dry").exists()
     callback = FairnessCallback(folder=str(tmp_path))
     trainer(callbacks=[callback]).validate(method, datamodule=federation(), verbose=False)
-    assert (tmp_path / "fairness_val.md").exists()
+    assert (tmp_path / "fairness_test.md").exists()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

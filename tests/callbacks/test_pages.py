@@ -12,10 +12,10 @@ from fl_lightning.callbacks.pages import PAGES, charts, page_of
 @pytest.mark.parametrize(
     ("tag", "page"),
     [
-        ("val/acc", "Accuracy"),
-        ("val/acc_mode_3", "Accuracy"),
-        ("val/global_acc", "Accuracy"),
-        ("train/loss", "Accuracy"),
+        ("val/acc", "Scores"),
+        ("val/acc_mode_3", "Scores"),
+        ("val/global_acc", "Scores"),
+        ("train/loss", "Scores"),
         ("val/jain", "Fairness"),
         ("val/local_worse", "Fairness"),
         ("privacy/epsilon", "Privacy"),
@@ -53,7 +53,7 @@ def test_every_number_is_in_exactly_one_chart() -> None:
 
 
 def test_a_band_needs_all_three_of_its_lines() -> None:
-    assert [chart.band for chart in charts(["val/acc", "val/acc_low"])["Accuracy"]] == [False]
+    assert [chart.band for chart in charts(["val/acc", "val/acc_low"])["Scores"]] == [False]
 
 
 def test_pages_without_numbers_are_left_out() -> None:

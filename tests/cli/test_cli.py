@@ -60,7 +60,7 @@ def test_fit_test_and_resume(capsys: pytest.CaptureFixture[str]) -> None:
     main([*fit, "--trainer.max_epochs=2"])
     folder = Path("runs/quickstart/version_0")
     saved = yaml.safe_load((folder / "config.yaml").read_text())
-    assert saved["model"]["class_path"] == "fl_lightning.methods.FedAvg"
+    assert saved["model"]["class_path"] == "fl_lightning.FedAvg"
     assert saved["trainer"]["max_epochs"] == 2
     last = str(folder / "checkpoints" / "last.ckpt")
     main(["test", "--config", QUICKSTART, *QUIET, "--ckpt_path", last])

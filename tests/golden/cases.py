@@ -55,6 +55,7 @@ class Case:
         nets: nets it is run on.
         policies: the ``buffers`` policies on the net with BatchNorm.
         fraction: share of the clients in a round.
+        data: further settings of the data.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Case:
     nets: tuple[str, ...] = ("mlp", "norm")
     policies: tuple[str, ...] = ("average",)
     fraction: float = 0.4
+    data: dict[str, Any] = field(default_factory=dict)
 
     def make(self, net: str, policy: str = "average", engine: str = "stacked", **more: Any) -> FederatedModule:
         """The method, ready to be fitted."""
@@ -142,7 +144,7 @@ CASES = [
 
 def data(case: Case) -> Any:
     """Five ragged clients, of which some never train."""
-    return blobs(SIZES, fraction=case.fraction, seed=3)
+    return blobs(SIZES, fraction=case.fraction, seed=3, **case.data)
 
 
 def run(case: Case, net: str, policy: str, engine: str) -> FederatedModule:
@@ -165,7 +167,8 @@ def parts(method: FederatedModule) -> dict[str, dict[str, Tensor]]:
     for client in range(len(SIZES)):
         state = method.personal_state(client)
         personal |= {f"{client}.{name}": value for name, value in state.items() if name in names}
-    numbers = {"scores": method.evaluator.scores["test"], "bytes": torch.tensor([method.bytes_up, method.bytes_down])}
+    scores = method.evaluator.scores[method.federation.validated]
+    numbers = {"scores": scores, "bytes": torch.tensor([method.bytes_up, method.bytes_down])}
     summary = {name: torch.tensor(float(value)) for name, value in untimed(method.summary).items()}
     server = dict(method.state_dict())
     return {"server": server, "private": private, "personal": personal, "numbers": {**numbers, **summary}}

@@ -422,7 +422,7 @@ def test_auto_takes_what_does_best_on_held_out_samples() -> None:
         data.federation = held_out(data.federation, 0.25, seed=0)
         method = FedBPS(mlp(), p=p, **OPTIONS)
         fit(method, data, rounds=2)
-        scores[p] = float(method.evaluator.scores["test"].mean())
+        scores[p] = float(method.evaluator.scores["val"].mean())
     auto = FedBPS(mlp(), **AUTO)
     fit(auto, blobs((60, 50, 40, 30)), rounds=1)
     assert auto.p == max(scores, key=lambda p: scores[p])

@@ -18,6 +18,7 @@ from fl_lightning.metrics import (
     accuracy_gap,
     accuracy_variance,
     corrected_variance,
+    corrected_worst_decile,
     fairness_intervals,
     fairness_summary,
     gap_to_local,
@@ -182,6 +183,26 @@ def test_sampling_of_test_samples_is_taken_off_the_variance() -> None:
     assert sum(raw) / 100 == pytest.approx(80, rel=0.06)
     assert sum(corrected) / 100 < 8
     assert sum(spread) / 100 == pytest.approx(100, rel=0.06)  # 0.1 squared, in percent
+
+
+def test_bad_luck_is_taken_off_the_worst_tenth() -> None:
+    """Of equal clients the worst tenth is that of luck; of clients at 0.5 to 0.95 it is about what it truly is."""
+    generator = torch.Generator().manual_seed(0)
+    samples, true = torch.full((200,), 20), torch.linspace(0.5, 0.95, 200)
+    equal, raw, spread, naive = [], [], [], []
+    for _ in range(50):
+        even = torch.bernoulli(torch.full((200, 20), 0.8), generator=generator).mean(1)
+        raw.append(float(worst_decile(even)))
+        equal.append(float(corrected_worst_decile(even, samples)))
+        uneven = torch.bernoulli(true[:, None].expand(200, 20), generator=generator).mean(1)
+        spread.append(float(corrected_worst_decile(uneven, samples)))
+        naive.append(float(worst_decile(uneven)))
+    assert sum(raw) / 50 < 0.66
+    assert sum(equal) / 50 > 0.76
+    truth = float(worst_decile(true))
+    assert abs(sum(spread) / 50 - truth) < 0.5 * abs(sum(naive) / 50 - truth)
+    some = torch.tensor([float("nan"), 0.5, 0.5])
+    assert float(corrected_worst_decile(some, torch.tensor([9, 9, 9]))) == 0.5
 
 
 def test_intervals_hold_the_truth() -> None:

@@ -19,6 +19,13 @@ from fl_lightning.papers.tables import config_hash, config_of, select, table
 
 ROOT = Path(__file__).parents[2]
 TABLE = "waffle_factor_journal/table2"
+ACCURACIES = {
+    "local_test_acc",
+    "global_test_acc",
+    "best_alice_test_acc_over_rounds",
+    "final_alice_test_acc",
+    "majority",
+}
 PLANS = {plan["name"]: plan for plan in tables.pages()["pages"]}
 
 
@@ -51,6 +58,59 @@ def test_cells_without_a_record_are_listed_as_missing(name: str) -> None:
     listed = pages.paper_page(kept(), PLANS[name], layouts(name)).partition("## Not measured")[2]
     counts = re.findall(r"\| (\d+) \| \d+ \| [^|]* \|$", listed.partition("## Runs")[0], flags=re.MULTILINE)
     assert sum(map(int, counts)) == len(missing)
+
+
+def test_a_cell_that_loses_its_records_is_listed(tmp_path: Path) -> None:
+    """With its run, once, and rows of our own apart from published ones."""
+    plan, fewer = PLANS["waffle"], Records(tmp_path)
+    asked = {"dataset": "cifar10", "partition": "unimodal_Z2", "method": "waffle_factor_joint,local"}
+    cells = select(table(TABLE), asked)
+    hashes = {config_hash(config_of(cell)) for cell in cells}
+    for path in (ROOT / "results").glob("*.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        kept_lines = [line for line in lines if line[8:24] not in hashes]
+        (tmp_path / path.name).write_text("".join(kept_lines))
+
+    def listed(found: Records) -> tuple[str, str]:
+        text = pages.paper_page(found, plan, [Layout(found, one) for one in plan["tables"]])
+        first, _, second = text.partition("## Not measured")[2].partition("Runs beside these")
+        return first, second
+
+    title = plan["tables"][0]["title"]
+    row = f"| {title} | CIFAR-10 |"
+    assert row not in "".join(listed(kept()))
+    first, second = listed(fewer)
+    assert row not in first, "our variant stands beside the same published values and was measured"
+    assert re.search(rf"{re.escape(row)} [^|]*Local, no federation[^|]* \| 2 \|", second)
+    assert re.search(rf"{re.escape(row)} [^|]*to the letter[^|]* \| 2 \|", second)
+
+
+@pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if plan.get("published", True)])
+def test_every_run_that_a_page_asks_for_is_recorded_or_listed_with_its_cost(name: str) -> None:
+    absent = {config_hash(config_of(cell)) for layout in layouts(name) for cell in layout.absent}
+    for cell in (cell for layout in layouts(name) for cell in layout.absent):
+        other = tables.beside(cell)
+        absent |= {config_hash(config_of(other))} if other and not kept().seeds(config_of(other)) else set()
+    listed = (
+        pages.paper_page(kept(), PLANS[name], layouts(name)).partition("## Not measured")[2].partition("## Runs")[0]
+    )
+    counts = re.findall(r"\| (\d+) \| ([^|]*) \|$", listed, flags=re.MULTILINE)
+    assert sum(int(runs) for runs, _ in counts) >= len(absent)
+    assert all(float(cost) >= 0 for _, cost in counts)
+
+
+def test_local_is_under_every_table_of_accuracies() -> None:
+    """Measured or listed as missing; where clients have no model of their own it is in the table after."""
+    for name in ("waffle", "waffle-avg", "feddaf", "fedbps"):
+        for layout in layouts(name):
+            metrics = {shown.cell["metric"] for shown in layout.shown}
+            if not metrics & ACCURACIES:
+                continue
+            asked = {cell["method"] for cell in [*layout.absent, *(one.cell for one in layout.shown)]}
+            beneath = layout.beneath() is not None
+            assert "local" in asked or beneath or metrics == {"global_test_acc"} or layout.plan.get("larger"), (
+                layout.plan
+            )
 
 
 def test_every_number_rests_on_the_records_of_its_recipe() -> None:
@@ -189,8 +249,37 @@ def test_what_a_run_would_cost_by_hand() -> None:
     (cell,) = select(table("waffle_factor_journal/table6"), {"dataset": "mnist", "method": "fedavg", "E": "20"})
     # A hundred rounds of five epochs took an hour; fifty of twenty are twice as many.
     assert hours(found, config_of(cell)) == pytest.approx(2.0)
+    # Local trains with every client in five of these rounds, not with a tenth of them in fifty: as much as they do.
+    (alone,) = select(table("waffle_factor_journal/table6"), {"dataset": "mnist", "method": "local", "E": "20"})
+    assert hours(found, config_of(alone)) == pytest.approx(2.0)
     (other,) = select(table("waffle_factor_journal/table6"), {"dataset": "cifar10", "method": "fedavg", "E": "20"})
     assert hours(found, config_of(other)) is None
+
+
+def test_what_a_larger_run_would_cost_by_hand() -> None:
+    found, cells = Records(None), table("fedbps/table1")
+    small, large = (
+        config_of(select(cells, {"dataset": "mnist", "method": "fedavg", "images": images})[0])
+        for images in ("None", "all")
+    )
+    found.keep("fedbps/table1", small, 0, result(90.0))
+    assert hours(found, large) == pytest.approx(5.0)  # 70,000 images and not 14,000
+    ten, twenty = (
+        config_of(select(table("waffle_avg/table1"), {"partition": "distribution_B*", "method": "apfl", **asked})[0])
+        for asked in ({"dataset": "mnist", "agents": "None"}, {"agents": "20"})
+    )
+    found.keep("waffle_avg/table1", ten, 0, result(90.0))
+    # Ten agents of 2,000 samples each took an hour; four fifths of all of MNIST are 2.8 times as much.
+    assert hours(found, twenty) == pytest.approx(2.8)
+
+
+def test_tables_of_larger_runs_are_shown_once_there_is_one() -> None:
+    (plan,) = (one for one in PLANS["fedbps"]["tables"] if one["title"] == "Accuracy, all images (Table 1)")
+    found = Records(None)
+    assert pages.section(Layout(found, plan)) == ""
+    (cell,) = select(table("fedbps/table1"), {"dataset": "mnist", "method": "fedavg", "images": "all"})
+    found.keep("fedbps/table1", config_of(cell), 0, result(98.0))
+    assert "| FedAvg | 98.49 / 98.00 (1) | 87.28 / not measured |" in pages.section(Layout(found, plan))
 
 
 def test_the_table_of_readme_by_hand() -> None:

@@ -81,7 +81,7 @@ def test_mean_spread_and_swing_of_a_cell_by_hand() -> None:
 
 
 def test_a_gain_is_the_difference_between_two_runs() -> None:
-    (cell,) = select(table("waffle_factor_journal/textg1"), {"partition": "unimodal_Z3"})
+    (cell,) = select(table("waffle_factor_journal/textg1"), {"partition": "unimodal_Z3", "method": "waffle_factor"})
     records = Records(None)
     base = {**cell, "method": "fedavg"}
     records.keep("t", config_of(cell), 0, result([71.0]))

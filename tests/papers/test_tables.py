@@ -37,9 +37,13 @@ def test_the_papers_settings_reach_the_run() -> None:
     assert config["model"]["init_args"]["lr"] == 0.04
     (cell,) = select(table("waffle_factor_journal/table7"), {"dataset": "mnist", "method": "fedavg", "E": "30"})
     assert config_of(cell)["model"]["init_args"]["lr"] == 0.02
-    (cell,) = select(table("waffle_factor_journal/table9"), {"F": "80", "alpha_over_F": "0.4"})
-    assert config_of(cell)["model"]["init_args"]["factors"] == {"fc1": 80}
-    assert config_of(cell)["model"]["init_args"]["alpha_ratio"] == 0.4
+    cells = select(table("waffle_factor_journal/table9"), {"F": "80", "alpha_over_F": "0.4"})
+    options = {cell["method"]: config_of(cell)["model"]["init_args"] for cell in cells}
+    assert {name: found["schedule"] for name, found in options.items()} == {
+        "waffle_factor": "alternate",
+        "waffle_factor_joint": "joint",
+    }
+    assert all(found["factors"] == {"fc1": 80} and found["alpha_ratio"] == 0.4 for found in options.values())
 
 
 def test_one_run_serves_all_cells_that_ask_for_it() -> None:
@@ -104,13 +108,29 @@ def test_the_settings_of_the_parameter_selection_paper_reach_the_run() -> None:
         assert options["net"]["class_path"] == f"fl_lightning.nets.{nets[cell['model']]}"
         assert options.get("p") == cell.get("p")
         assert config["trainer"]["max_epochs"] == (10 if large else 60)
-        assert config["data"]["init_args"].get("limit") == (2500 if depth else 5000 if large else 14000)
-        assert scale_of(cell) is not None
+        whole = cell.get("images") == "all"
+        assert config["data"]["init_args"].get("limit") == (
+            2500 if depth else 5000 if large else None if whole else 14000
+        )
+        assert (scale_of(cell) is None) == whole
+        assert tables_module.coverage_of(cell) == ("full" if whole else "reduced")
         assert config["data"]["init_args"]["fraction"] == 1.0
-    assert len({config_hash(config_of(cell)) for cell in found}) == 12 + 3 + 3 + 9 + 16
+    local, whole = 3 + 4 + 2, 2 * (3 + 4)
+    assert len({config_hash(config_of(cell)) for cell in found}) == 12 + 3 + 9 + 16 + local + whole
     chosen = [cell for cell in found if cell.get("p") == "auto"]
     assert len(chosen) == 6
     assert all(cell["value"] is None for cell in chosen)
+
+
+def test_a_prior_precision_that_is_the_default_is_the_run_of_the_table() -> None:
+    """One and the same run; the others differ in nothing else."""
+    study = {cell["delta"]: config_of(cell) for cell in table("fedbps/study-delta")}
+    (cell,) = select(table("fedbps/table1"), {"dataset": "mnist", "p": "0.7", "images": "None"})
+    assert study.pop(1) == config_of(cell)
+    assert len(study) == 4
+    for delta, config in study.items():
+        assert config["model"]["init_args"].pop("prior_precision") == delta
+        assert config == config_of(cell)
 
 
 def test_every_cell_of_the_file_has_the_keys_that_results_need() -> None:
@@ -120,7 +140,8 @@ def test_every_cell_of_the_file_has_the_keys_that_results_need() -> None:
 
 def test_feddaf_settings_reach_the_run() -> None:
     cells_of_table = table("feddaf/table1")
-    (cell,) = select(cells_of_table, {"dataset": "fmnist", "method": "feddaf", "metric": "global_test_acc"})
+    asked = {"dataset": "fmnist", "method": "feddaf", "metric": "global_test_acc"}
+    (cell,) = select(cells_of_table, {**asked, "images": "None"})
     config = config_of(cell)
     assert config["data"]["init_args"]["partition"]["init_args"] == {"clients": 50, "eta": 0.5}
     assert config["model"]["init_args"]["net"]["class_path"].endswith("LeNetBN")
@@ -136,12 +157,18 @@ def test_feddaf_settings_reach_the_run() -> None:
     (cell,) = select(table("feddaf/figure4"), {})
     same = {config_hash(config_of(c)) for c in select(table("feddaf/figure5"), {"method": "feddaf"})}
     assert same == {config_hash(config_of(cell))}  # one run for both
+    (whole,) = select(cells_of_table, {**asked, "images": "all"})
+    assert (config_of(whole)["trainer"]["max_epochs"], config_of(whole)["model"]["init_args"]["epochs"]) == (100, 5)
+    assert tables_module.coverage_of(whole) == "scale not stated"
+    (longer,) = select(cells_of_table, {"images": "8000", "method": "ifca", "metric": "local_test_acc"})
+    assert config_of(longer)["trainer"] == {"max_epochs": 30, "precision": "bf16-mixed"}
+    assert config_of(longer)["data"]["init_args"]["limit"] == 8000
     (cell,) = select(cells_of_table, {"model": "resnet18", "method": "fedma", "metric": "global_test_acc"})
     assert tables_module.scale_of(cell) == "2,000 images, 10 clients, 10 rounds of 1 epoch, batches of 16"
 
 
 def test_local_trains_as_often_as_a_client_of_the_others_does_on_average() -> None:
-    for name, rounds, epochs in (("table2", 10, 5), ("table6", 5, 10), ("table5", 10, 5)):
+    for name, rounds, epochs in (("table2", 10, 5), ("table6", 5, 10), ("table5", 10, 5), ("textg1", 10, 5)):
         for cell in select(table(f"waffle_factor_journal/{name}"), {"method": "local"}):
             if cell.get("E", epochs) == epochs:
                 config = config_of(cell)

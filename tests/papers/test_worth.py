@@ -21,7 +21,7 @@ METHODS = ["local", "fedavg", "fedper", "apfl", "ifca", "scaffold", "waffle_fact
 def test_the_settings_reach_the_run() -> None:
     (cell,) = select(
         table("map/mnist"),
-        {"populations": "2", "classes": "5", "samples": "60", "method": "ifca", "metric": "worst_tenth"},
+        {"partition": "modes", "classes": "5", "samples": "60", "method": "ifca", "metric": "worst_tenth"},
     )
     config = config_of(cell)
     scheme = config["data"]["init_args"]["partition"]
@@ -34,6 +34,11 @@ def test_the_settings_reach_the_run() -> None:
     rounds = {cell["method"]: config_of(cell)["trainer"]["max_epochs"] for cell in cells}
     assert rounds.pop("local") == 0.2 * 50  # as often as a client of the others on average
     assert set(rounds.values()) == {50}
+    assert [cells[0]["dataset"] for cells in map(table, worth.maps())] == ["mnist", "fmnist", "cifar10", "sent140"]
+    (tweets,) = select(table("map/tweets"), {"samples": "8", "method": "apfl", "metric": MEAN})
+    scheme = config_of(tweets)["data"]["init_args"]["partition"]
+    assert scheme["class_path"].endswith("ByUser")
+    assert scheme["init_args"] == {"clients": 25, "min_samples": 10}
 
 
 def records(accuracies: dict[str, float], **asked: str) -> Records:
@@ -46,21 +51,21 @@ def records(accuracies: dict[str, float], **asked: str) -> Records:
     return found
 
 
-ONE = {"populations": "1", "classes": "2", "samples": "20"}
+ONE = {"partition": "alike", "classes": "2", "samples": "20"}
 SCORES = dict(zip(METHODS, (90.0, 80.0, 92.0, 92.5, 70.0, 85.0, 91.4), strict=True))
 
 
 def test_a_setting_counts_once_all_of_its_methods_were_run() -> None:
     assert scores(records({m: s for m, s in SCORES.items() if m != "apfl"}, **ONE), MEAN) == {}
     found = scores(records(SCORES, **ONE), MEAN)
-    assert found == {Setting("mnist", 1, 2, 20): SCORES}
+    assert found == {Setting("mnist", "alike", 2, 20): SCORES}
     worst = scores(records(SCORES, **ONE), WORST)
-    assert worst[Setting("mnist", 1, 2, 20)]["apfl"] == 82.5
+    assert worst[Setting("mnist", "alike", 2, 20)]["apfl"] == 82.5
 
 
 def test_advice_counts_who_is_ahead() -> None:
     other = {**SCORES, "local": 92.4, "fedper": 60.0}
-    found = {Setting("mnist", 1, 2, 20): SCORES, Setting("mnist", 1, 5, 20): other}
+    found = {Setting("mnist", "alike", 2, 20): SCORES, Setting("mnist", "alike", 5, 20): other}
     (line,) = advice(found)
     assert line == (
         "- MNIST, about 20 training samples a client: federation is ahead of Local in 1 of 2 settings, by +1.3 points "

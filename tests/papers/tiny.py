@@ -39,6 +39,7 @@ GLOBAL: dict[str, Any] = {
         "class_path": "fl_lightning.datamodules.Digits",
         "init_args": {
             "limit": 800,
+            "val_fraction": 0,
             "partition": {
                 "class_path": "fl_lightning.datamodules.DominantClass",
                 "init_args": {"clients": 5, "shards_per_class": 10},

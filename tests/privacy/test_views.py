@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fl_lightning.callbacks.attacks import ALL_VIEWS
 from fl_lightning.distributions import prior_mean
 from fl_lightning.engine import make_engine
 from fl_lightning.errors import FederationError
@@ -39,7 +40,7 @@ def test_fedavg_is_seen_as_it_was_sent() -> None:
     method, sent = FedAvg(mlp(), lr=0.1), []
     method.on_before_aggregate = lambda messages: sent.append([m.tensors for m in messages])  # type: ignore[attr-defined]
     run = tapped(method)
-    outsider, server, other, insider = (VIEWS[name]().observe(run, 1, reference(run)) for name in VIEWS)
+    outsider, server, other, insider = (VIEWS[name]().observe(run, 1, reference(run)) for name in ALL_VIEWS)
     assert list(outsider) == list(server) == list(other) == ["seen"]
     assert [len(candidates["seen"]) for candidates in (outsider, server, other)] == [1, 2, 1]
     assert largest_difference(outsider["seen"][0], sent[-1][1]) == 0.0

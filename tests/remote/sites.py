@@ -48,7 +48,6 @@ def site(make: Callable[[], FederatedModule], client: int, whole: Federation, fo
 
 def network(make: Callable[[], FederatedModule], whole: Federation, folder: Path) -> dict[str, Site]:
     """All clients of a federation, by the names of their nodes."""
-    whole.inputs.data = whole.inputs.double() if whole.inputs.is_floating_point() else whole.inputs
     return {f"node-{client}": site(make, client, whole, folder) for client in range(whole.num_clients)}
 
 
@@ -74,13 +73,7 @@ def serve(
 
 def case_network(case: cases.Case, net: str, policy: str, folder: Path) -> InProcess:
     """The clients of a golden case."""
-    return InProcess(network(lambda: made(case, net, policy), cases.data(case).federation, folder))
-
-
-def made(case: cases.Case, net: str, policy: str) -> FederatedModule:
-    """A case's method, trained one client at a time."""
-    more = {"rounds": cases.ROUNDS} if case.method == "WAFFLEAvg" else {}  # not those until a restart
-    return case.make(net, policy, "sequential", **more)
+    return InProcess(network(lambda: case.make(net, policy, "sequential"), cases.data(case).federation, folder))
 
 
 def kept(transport: InProcess, server: FederatedModule) -> dict[str, Any]:

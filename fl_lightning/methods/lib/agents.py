@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fl_lightning.checks import only
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
@@ -56,8 +57,7 @@ class AgentsOfInterest(FederatedModule, ABC):
         weighting: Literal["uniform"] = "uniform",
         **kwargs: Any,
     ) -> None:
-        if weighting != "uniform":
-            raise FederationError(f"{type(self).__name__} weighs clients by distance: leave weighting out.")
+        only(weighting, "uniform", f"{type(self).__name__} weighs clients by distance")
         number = isinstance(agent_of_interest, int) and agent_of_interest >= 0
         if not number and agent_of_interest != "all":
             raise FederationError(f"agent_of_interest must be a client's number or all, not {agent_of_interest!r}.")

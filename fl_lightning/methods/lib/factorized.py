@@ -348,7 +348,7 @@ class FactorizedModule(FederatedModule, ABC):
             raise FederationError("The dictionary cannot grow within a run: grow it before fit.")
         if isinstance(self.snapshots, DiskSnapshotStore):
             raise FederationError("A store on disk has rows of one size, which cannot grow: leave store out.")
-        amounts = {layer: extra for layer in self.factors} if isinstance(extra, int) else dict(extra)
+        amounts = dict.fromkeys(self.factors, extra) if isinstance(extra, int) else dict(extra)
         unknown = sorted(amounts.keys() - self.factors.keys())
         if unknown:
             raise FederationError(
