@@ -10,7 +10,7 @@ help:  ## say what can be made
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,text]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,text,deploy]'
 	@touch $@
 
 venv: $(READY)  ## set up .venv with the pinned versions
