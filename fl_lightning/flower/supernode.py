@@ -13,7 +13,8 @@ from pathlib import Path
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.children import Child, environment
 from fl_lightning.flower.keys import fingerprint, load_node_key, private_folder
-from fl_lightning.flower.launch import command
+from fl_lightning.flower.launch import AT_SITE, command
+from fl_lightning.flower.leave import EARLIER
 from fl_lightning.flower.needed import needed
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ class Supernode:
         self.connected = threading.Event()
         self._said, self._refused = "", 0.0
         output = home / "supernode.log"
-        self.child = Child("supernode", self._command, environment(home), output, self._hear, self._judge)
+        env = {**environment(home), AT_SITE: "1"}
+        self.child = Child("supernode", self._command, env, output, self._hear, self._judge)
+        self._left = home / "node"  # the node that the server counts; removed when it has left
 
     def start(self) -> None:
         """Start it; it connects when the server is there."""
@@ -61,6 +64,7 @@ class Supernode:
     def stop(self) -> None:
         """End it and all that it started; the server sees it leave."""
         self.child.stop()
+        self._left.unlink(missing_ok=True)
         self.connected.clear()
 
     def _command(self) -> list[str]:
@@ -68,6 +72,7 @@ class Supernode:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self.child.env[EARLIER] = self._left.read_text() if self._left.exists() else ""
         safe = ["--insecure"] if self.key is None or self.authority is None else [
             "--root-certificates", str(self.authority.resolve()),
             "--auth-supernode-private-key", str(self.key.resolve()),
@@ -79,7 +84,9 @@ class Supernode:
 
     def _hear(self, line: str) -> None:
         """Notice that it connected, or that no server is there."""
-        if "SuperNode ID:" in line or "Connection successful" in line:
+        if node := re.search(r"SuperNode ID: (\d+)", line):
+            self._left.write_text(node[1])
+        if node or "Connection successful" in line:
             self.connected.set()
             self._refused = 0.0
             self._say("")

@@ -29,12 +29,12 @@ def wait_for(true, seconds, words="what was awaited"):
 
 
 def descendants(pid):
-    """Command lines by number of the processes that a process started, and of those that they started."""
+    """Names by number of the processes that a process started, and of those that they started."""
     parents, lines = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-            lines[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            lines[int(entry.name)] = (entry / "comm").read_text().strip()
         except OSError:
             continue
         if state != "Z":
@@ -48,7 +48,7 @@ def descendants(pid):
 
 def one(pid, name):
     """Number of the descendant that runs one of Flower's commands."""
-    (found,) = [number for number, line in descendants(pid).items() if f"launch {name} " in line]
+    (found,) = [number for number, line in descendants(pid).items() if line == name[:15]]
     return found
 
 
