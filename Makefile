@@ -14,7 +14,7 @@ help:  ## say what can be made
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,text]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,text,deploy]'
 	@touch $@
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import FederationError
-from fl_lightning.flower.sockets import Door, receive, send
+from fl_lightning.flower.sockets import Door, hang_up, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,14 @@ class GridTransport:
         self._names: dict[int, str] = {}
         self._ready = False
         self._number = int(time.time() * 1000)  # numbers of an earlier process mean nothing here
-        self._waiting: dict[int, str] = {}
+        self._waiting: dict[int, tuple[str, Connection[Any, Any]]] = {}
         self._arrived: dict[int, bytes | str] = {}
         self._late: dict[int, tuple[str, float]] = {}
         self._closed = threading.Event()
         self._sending = threading.Lock()
-        for work in (self._accept, self._supervise):
-            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._supervise)]
+        for thread in self._threads:
+            thread.start()
 
     def present(self) -> list[str]:
         """Names of the nodes that are online now; none if Flower does not answer in time."""
@@ -69,28 +70,31 @@ class GridTransport:
                 yield name, sentence
             else:
                 numbers[number] = name
-        while numbers:
+        try:
+            while numbers:
+                with self._changed:
+                    self._changed.wait_for(lambda: any(n in self._arrived for n in numbers), until - time.monotonic())
+                    came = {number: self._arrived.pop(number) for number in [*self._arrived] if number in numbers}
+                for number, reply in came.items():
+                    yield numbers.pop(number), reply
+                if not came:
+                    break
+        finally:  # time is up, or nobody asks any more
             with self._changed:
-                self._changed.wait_for(lambda: any(n in self._arrived for n in numbers), until - time.monotonic())
-                came = {number: self._arrived.pop(number) for number in numbers if number in self._arrived}
-                if not came:  # time is up
-                    for number, name in numbers.items():
-                        self._waiting.pop(number, None)
+                for number, name in numbers.items():
+                    self._arrived.pop(number, None)
+                    if self._waiting.pop(number, None) is not None:
                         self._late[number] = name, time.monotonic()
-            for number, reply in came.items():
-                yield numbers.pop(number), reply
-            if not came:
-                yield from ((name, f"{name} did not answer within {seconds:g} s.") for name in numbers.values())
-                return
+        yield from ((name, f"{name} did not answer within {seconds:g} s.") for name in numbers.values())
 
     def close(self) -> None:
         """End the ServerApp and listen no more."""
         self._closed.set()
         with self._changed:
-            connection, self._connection = self._connection, None
+            if self._connection is not None:
+                hang_up(self._connection)
             self._changed.notify_all()
-        if connection is not None:
-            connection.close()
+        self._threads[0].join()
         self._door.close()
 
     def _send(self, name: str, payload: bytes, seconds: float) -> tuple[int, str]:
@@ -104,7 +108,7 @@ class GridTransport:
                 return 0, f"{name} is not online."
             self._number += 1
             number = self._number
-            self._waiting[number] = name
+            self._waiting[number] = name, connection
         try:
             with self._sending:
                 send(connection, "ask", payload, number=number, node=str(node), ttl=seconds + LATE)
@@ -115,38 +119,38 @@ class GridTransport:
     def _accept(self) -> None:
         """Take connections of ServerApps; the newest counts."""
         while not self._closed.is_set():
-            connection = self._door.accept(1.0)
+            connection = self._door.accept(0.2)
             if connection is None:
                 continue
             with self._changed:
                 earlier, self._connection = self._connection, connection
             if earlier is not None:
-                self._lost(earlier)
+                hang_up(earlier)
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: Connection[Any, Any]) -> None:
         """Take what a ServerApp says until it is gone."""
-        while True:
-            try:
-                header, payload = receive(connection)
-            except (EOFError, OSError, ValueError, KeyError):
-                self._lost(connection)
-                return
-            with self._changed:
-                if connection is not self._connection:
+        with connection:
+            while True:
+                try:
+                    header, payload = receive(connection)
+                except (EOFError, OSError, ValueError, KeyError):
+                    self._lost(connection)
                     return
-                self._take(header, payload)
-                self._changed.notify_all()
+                with self._changed:
+                    self._take(header, payload, connection is self._connection)
+                    self._changed.notify_all()
 
-    def _take(self, header: dict[str, Any], payload: bytes) -> None:
+    def _take(self, header: dict[str, Any], payload: bytes, newest: bool) -> None:
         """Put away what a ServerApp said."""
         if header["kind"] == "nodes":
-            self._names = _names({int(node): str(name) for node, name in header["nodes"].items()})
-            self._ready = True
+            if newest:
+                self._names = _names({int(node): str(name) for node, name in header["nodes"].items()})
+                self._ready = True
             return
         number = int(header["number"])
-        name = self._waiting.pop(number, None)
-        if name is not None:
+        if number in self._waiting:
+            name, _ = self._waiting.pop(number)
             failed = header["kind"] == "failed"
             self._arrived[number] = f"{name} did not answer: {header['reason']}." if failed else payload
         elif number in self._late:
@@ -158,12 +162,12 @@ class GridTransport:
     def _lost(self, connection: Connection[Any, Any]) -> None:
         """Give up what a connection that is gone would have answered."""
         with self._changed:
-            if self._connection in (connection, None):
+            if self._connection is connection:
                 self._connection, self._ready, self._names = None, False, {}
-            for number, name in self._waiting.items():
-                self._arrived[number] = f"{name} did not answer: the connection to the superlink was lost."
-            self._waiting.clear()
-            self._late.clear()
+            for number, (name, asked) in list(self._waiting.items()):
+                if asked is connection:
+                    del self._waiting[number]
+                    self._arrived[number] = f"{name} did not answer: the connection to the superlink was lost."
             self._changed.notify_all()
 
     def _supervise(self) -> None:
@@ -205,7 +209,7 @@ class Worker:
         """Answer until ``stop``."""
         try:
             while not self._stopped.is_set():
-                connection = self._door.accept(0.5)
+                connection = self._door.accept(0.2)
                 if connection is not None:
                     with connection:
                         self._one(connection)

@@ -21,6 +21,8 @@ FAREWELL = 8.0
 POLL = 0.25
 #: Seconds before a child is started again: the first time, and at most.
 PAUSE, LONGEST_PAUSE = 1.0, 30.0
+#: Seconds between looks at a child's own children.
+LOOK = 2.0
 #: Lines that say only that a request was answered.
 _ROUTINE = ('" 200', "HTTP Request: ")
 
@@ -138,8 +140,22 @@ class Child:
                 process.terminate()
             reader = threading.Thread(target=self._listen, args=(process, output), daemon=True)
             reader.start()
-            process.wait()
+            self._watch(process)
             reader.join(2.0)  # its own children may hold the pipe a moment longer
+
+    def _watch(self, process: subprocess.Popen[str]) -> None:
+        """Wait until it has ended; end it where the process that starts its apps is gone, which it does not notice."""
+        had = False
+        while True:
+            try:
+                process.wait(LOOK)
+                return
+            except subprocess.TimeoutExpired:
+                has = _has_children(process.pid)
+            if had and not has and not self._ended.is_set():
+                log.warning("What the %s starts apps with has ended: it is started again.", self.name)
+                process.kill()
+            had = has
 
     def _listen(self, process: subprocess.Popen[str], output: object) -> None:
         """Write down what it says."""
@@ -156,3 +172,18 @@ class Child:
                 self._last = [*self._last[-60:], line.rstrip()]
                 if not self._ended.is_set():
                     self.hear(line)
+
+
+def _has_children(pid: int) -> bool:
+    """Whether a process has children that run; True where the system does not tell."""
+    tasks = Path(f"/proc/{pid}/task")
+    if not tasks.exists():
+        return True
+    try:
+        lists = [task.joinpath("children").read_text().split() for task in tasks.iterdir()]
+        states = [
+            Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] for few in lists for child in few
+        ]
+    except OSError:  # one of them ended while they were read
+        return True
+    return any(state != "Z" for state in states)

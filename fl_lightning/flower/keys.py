@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import ipaddress
 import os
 from collections.abc import Sequence
@@ -121,6 +123,20 @@ def load_node_key(path: Path) -> Any:
             "'ssh-keygen -t ecdsa -b 384', or name a file that is not there yet."
         )
     return key
+
+
+def fingerprint(private: Path) -> str:
+    """Short form of a site's public key, as ``ssh-keygen -l`` gives it."""
+    return short(load_node_key(private).public_key())
+
+
+def short(public: Any) -> str:
+    """Short form of a public key, as ``ssh-keygen -l`` gives it."""
+    from cryptography.hazmat.primitives import serialization
+
+    form = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    digest = hashlib.sha256(base64.b64decode(form.split()[1])).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def private_folder(folder: Path) -> None:

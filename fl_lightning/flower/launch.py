@@ -7,15 +7,22 @@ for the messages of registered sites alone: whoever may reach its port may other
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import ipaddress
+import itertools
 import os
 import shlex
 import sys
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from fl_lightning.flower.leave import EARLIER, leave
+from fl_lightning.flower.nursery import raise_client_apps
 from fl_lightning.process import end_with_parent
 
 #: Commands of Flower that are started, and the function behind each of them.
@@ -31,6 +38,12 @@ COMMANDS = {
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 #: Paths of the superlink that other machines may ask for: those of the sites' messages.
 OPEN = ("/v1/fleet/",)
+#: Seconds that a supernode waits between questions.
+PAUSE = 1.0
+#: Environment variable of a site's processes.
+AT_SITE = "FL_LIGHTNING_AT_SITE"
+#: Linux: the number of prctl's option that names a process.
+PR_SET_NAME = 15
 
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Scope]]
@@ -65,7 +78,8 @@ class LocalOnly:
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         """Pass a request on, or answer 403."""
-        if scope["type"] == "lifespan" or str(scope.get("path", "")).startswith(OPEN) or _is_local(scope):
+        path = str(scope.get("path", ""))
+        if scope["type"] == "lifespan" or (path.startswith(OPEN) and ".." not in path) or _is_local(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 403, "headers": [(b"content-length", b"0")]})
@@ -109,19 +123,50 @@ def _own_client_app() -> None:
             )
     module.install_from_fab = lambda *args, **kwargs: None  # type: ignore[attr-defined]
     module.get_load_client_app_fn = lambda *args, **kwargs: lambda *names: app  # type: ignore[attr-defined]
+    importlib.import_module("flwr.supernode.cli.flwr_clientapp")
+
+
+def _fork_client_apps() -> None:
+    """At a site, have ClientApps forked."""
+    if os.environ.get(AT_SITE):
+        raise_client_apps(run, _own_client_app)
+
+
+def _ask_sooner() -> None:
+    """Have a supernode ask for messages every second and not every third, and end what an earlier one left."""
+    module = importlib.import_module("flwr.supernode.start_client_internal")
+    module.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, PAUSE)))  # type: ignore[attr-defined]
+    node = os.environ.get(EARLIER)
+    given = dict(itertools.pairwise(sys.argv))
+    if node and "--root-certificates" in given:
+        files = Path(given["--root-certificates"]), Path(given["--auth-supernode-private-key"])
+        with contextlib.suppress(Exception):  # it joins a minute later, then
+            leave(given["--superlink"], *files, int(node))
 
 
 #: Preparations by command.
-BEFORE: dict[str, Callable[[], None]] = {"flower-superlink": _guard_superlink, "flwr-clientapp": _own_client_app}
+BEFORE: dict[str, Callable[[], None]] = {
+    "flower-superlink": _guard_superlink,
+    "flower-supernode": _ask_sooner,
+    "flower-superexec": _fork_client_apps,
+    "flwr-clientapp": _own_client_app,
+}
 
 
 def main() -> None:
     """Run the command that the first argument names with the others."""
     end_with_parent()
-    name = sys.argv[1]
-    sys.argv = [name, *sys.argv[2:]]
-    BEFORE.get(name, lambda: None)()
-    module, function = COMMANDS[name].split(":")
+    del sys.argv[0]
+    BEFORE.get(sys.argv[0], lambda: None)()
+    run(sys.argv)
+
+
+def run(arguments: list[str]) -> None:
+    """Run a command with its arguments in this process, which takes its name."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_NAME, arguments[0].encode())
+    sys.argv = arguments
+    module, function = COMMANDS[arguments[0]].split(":")
     getattr(importlib.import_module(module), function)()
 
 

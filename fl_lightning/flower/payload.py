@@ -16,4 +16,4 @@ def packed(payload: bytes) -> RecordDict:
 
 def unpacked(content: RecordDict) -> bytes:
     """The bytes of such a record."""
-    return bytes(content[RECORD][ARRAY].data)
+    return bytes(content.array_records[RECORD][ARRAY].data)

@@ -17,6 +17,8 @@ from fl_lightning.flower.sockets import connect, receive, send
 PATIENCE = 20.0
 #: Seconds between looks for replies, and between looks at who is online.
 REPLIES, NODES = 0.2, 1.0
+#: Sentences for Flower's numbers of errors, where its own are long.
+REASONS = {5: "it is offline", 8: "its ClientApp ended"}
 
 
 class Bridge:
@@ -79,7 +81,12 @@ class Bridge:
                 continue
             number, node, _ = self.asked[message]
             if reply.has_error():
-                self.failed(message, number, str(reply.error.reason))
+                self.looked = 0.0  # so that who is offline is known before the message fails
+                self.look()
+                if message in self.asked:
+                    self.failed(
+                        message, number, REASONS.get(int(reply.error.code), str(reply.error.reason).rstrip("."))
+                    )
             elif int(reply.metadata.src_node_id) != node:
                 self.failed(message, number, "another node answered in its name")
             else:

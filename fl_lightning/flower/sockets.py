@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -104,6 +105,12 @@ def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], bytes]:
     """
     header = json.loads(connection.recv_bytes())
     return header, connection.recv_bytes() if header["payload"] else b""
+
+
+def hang_up(connection: Connection[Any, Any]) -> None:
+    """Have a thread that waits for a connection see its end; closing it there would take the number from under it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as plain:
+        plain.shutdown(socket.SHUT_RDWR)
 
 
 def _answers(path: Path) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.children import Child, environment
-from fl_lightning.flower.keys import ServerKeys, private_folder
+from fl_lightning.flower.keys import ServerKeys, private_folder, short
 from fl_lightning.flower.launch import command
 from fl_lightning.flower.needed import needed
 
@@ -45,8 +45,9 @@ class Superlink:
         private_folder(self.home)
         self.env = environment(self.home)
         self.address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        self.child = Child("superlink", self._command, self.env, self.home / "superlink.log", judge=self._judge)
+        self.child = Child("superlink", self._command, self.env, self.home / "superlink.log", self._hear, self._judge)
         self._lock = threading.Lock()
+        self._strangers: set[str] = set()
 
     def start(self) -> None:
         """Start it and wait until it answers.
@@ -121,6 +122,18 @@ class Superlink:
             "flower-superlink", *safe, "--host", self.host, "--port", str(self.port),
             "--database", str(self.home / "superlink.db"), "--disable-runtime-dependency-installation",
         )  # fmt: skip
+
+    def _hear(self, line: str) -> None:
+        """Say, once for each, that a site with an unknown key wants to join."""
+        known = re.search(r"(-----BEGIN PUBLIC KEY-----.*-----END PUBLIC KEY-----).*No SuperNode found", line)
+        if known is None:
+            return
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+        mark = short(load_pem_public_key(known[1].replace("\\n", "\n").encode()))
+        if mark not in self._strangers:
+            self._strangers.add(mark)
+            log.warning("A site whose key is not registered wants to join and is refused: %s.", mark)
 
     def _judge(self, last: str) -> float | None:
         """Say that it ended; it is started again."""

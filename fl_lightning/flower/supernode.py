@@ -7,18 +7,22 @@ import logging
 import re
 import socket
 import threading
+import time
 from pathlib import Path
 
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.children import Child, environment
-from fl_lightning.flower.keys import load_node_key, private_folder
-from fl_lightning.flower.launch import command
+from fl_lightning.flower.keys import fingerprint, load_node_key, private_folder
+from fl_lightning.flower.launch import AT_SITE, command
+from fl_lightning.flower.leave import EARLIER
 from fl_lightning.flower.needed import needed
 
 log = logging.getLogger(__name__)
 
-#: Seconds before another attempt: where the server counts an earlier connection, and where a person has to act.
-REJOIN, REFUSED = 3.0, 20.0
+#: Seconds before another attempt: while the server may count an earlier connection, and where a person has to act.
+REJOIN, REFUSED = 4.0, 20.0
+#: Seconds after which a server has forgotten an earlier connection.
+FORGOTTEN = 90.0
 
 
 class Supernode:
@@ -47,9 +51,11 @@ class Supernode:
         self.home, self.superlink, self.socket, self.key, self.authority = home, superlink, socket, key, authority
         private_folder(home)
         self.connected = threading.Event()
-        self._said = ""
+        self._said, self._refused = "", 0.0
         output = home / "supernode.log"
-        self.child = Child("supernode", self._command, environment(home), output, self._hear, self._judge)
+        env = {**environment(home), AT_SITE: "1"}
+        self.child = Child("supernode", self._command, env, output, self._hear, self._judge)
+        self._left = home / "node"  # the node that the server counts; removed when it has left
 
     def start(self) -> None:
         """Start it; it connects when the server is there."""
@@ -58,6 +64,7 @@ class Supernode:
     def stop(self) -> None:
         """End it and all that it started; the server sees it leave."""
         self.child.stop()
+        self._left.unlink(missing_ok=True)
         self.connected.clear()
 
     def _command(self) -> list[str]:
@@ -65,6 +72,7 @@ class Supernode:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self.child.env[EARLIER] = self._left.read_text() if self._left.exists() else ""
         safe = ["--insecure"] if self.key is None or self.authority is None else [
             "--root-certificates", str(self.authority.resolve()),
             "--auth-supernode-private-key", str(self.key.resolve()),
@@ -76,8 +84,11 @@ class Supernode:
 
     def _hear(self, line: str) -> None:
         """Notice that it connected, or that no server is there."""
-        if "SuperNode ID:" in line or "Connection successful" in line:
+        if node := re.search(r"SuperNode ID: (\d+)", line):
+            self._left.write_text(node[1])
+        if node or "Connection successful" in line:
             self.connected.set()
+            self._refused = 0.0
             self._say("")
         elif "Connection attempt failed" in line:
             self.connected.clear()
@@ -86,19 +97,15 @@ class Supernode:
     def _judge(self, last: str) -> float | None:
         """Say why it ended, once, and when to try again."""
         self.connected.clear()
-        if "could not be activated" in last:
+        if "Failed to activate SuperNode" in last:  # of a key that is not registered, and of a site that is counted
+            now = time.monotonic()
+            self._refused = self._refused or now
+            public = "" if self.key is None else f" {self.key.with_suffix('.pub')} ({fingerprint(self.key)})"
             self._say(
-                f"The server at {self.superlink} still counts an earlier connection of this site, which it forgets "
-                "after a minute: trying again until then."
+                f"The server at {self.superlink} refuses this site: it still counts an earlier connection, which it "
+                f"forgets after a minute, or its operator has not registered the key{public}; trying again."
             )
-            return REJOIN
-        if "No SuperNode found" in last:
-            public = "" if self.key is None else f", {self.key.with_suffix('.pub')}"
-            self._say(
-                f"The server at {self.superlink} does not know the key of this site: give its operator the public "
-                f"key{public}; trying again until it is registered."
-            )
-            return REFUSED
+            return REJOIN if now - self._refused < FORGOTTEN else REFUSED
         if re.search("certificate|SSL|TLS handshake", last):
             self._say(
                 f"The certificate of the server at {self.superlink} is not for that address or not signed by "

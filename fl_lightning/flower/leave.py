@@ -1,0 +1,27 @@
+"""Tells a server that an earlier connection of this site has ended, which it otherwise counts for another minute."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from fl_lightning.flower.keys import load_node_key
+
+#: Environment variable: number of the node that ended without saying so.
+EARLIER = "FL_LIGHTNING_EARLIER_NODE"
+
+
+def leave(address: str, authority: Path, key: Path, node: int) -> None:
+    """Say, signed with the site's key, that its node is not there any more.
+
+    Raises:
+        Exception: The server did not take it; the site then joins a minute later.
+    """
+    client = importlib.import_module("flwr.supernode.fleet_http_client").FleetHttpClient
+    signed = importlib.import_module("flwr.supernode.node_auth_http_interceptor").NodeAuthHttpInterceptor
+    version = importlib.import_module("flwr.supercore.interceptors.http.runtime_version").RuntimeVersionHttpInterceptor
+    request = importlib.import_module("flwr.proto.fleet_pb2").DeactivateNodeRequest
+    private = load_node_key(key)
+    both = [version(component_name="SuperNode"), signed(private, private.public_key())]
+    with client.from_server_address(address, False, authority.read_bytes(), interceptors=both) as connection:
+        connection.DeactivateNode(request(node_id=node))

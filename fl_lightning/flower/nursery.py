@@ -1,0 +1,85 @@
+"""Starts ClientApps by forking a process that has Flower loaded, because loading it takes most of a message's time.
+
+Flower starts a process for every message and knows no other way on a machine without Kubernetes. Forking happens in a
+process without threads, which the one that looks for messages starts before it has any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from fl_lightning.process import end_with_parent
+
+
+def raise_client_apps(run: Callable[[list[str]], None], prepare: Callable[[], None]) -> None:
+    """Have the process that looks for messages fork ClientApps; called before it has threads.
+
+    Args:
+        run: Runs a ClientApp with the arguments of its command.
+        prepare: Loads what a ClientApp needs; called once, in the process that is forked.
+    """
+    here, there = socket.socketpair()
+    if os.fork() == 0:
+        here.close()
+        try:
+            _nurse(there, run, prepare)
+        finally:
+            os._exit(1)
+    there.close()
+    module = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
+    results = importlib.import_module("flwr.supercore.superexec.executor.types").LaunchResult
+    launch = module.SubprocessExecutor.launch
+
+    def fork(self: Any, spec: Any) -> Any:
+        if str(spec.task_type) != "flwr-clientapp":
+            return launch(self, spec)
+        arguments = ["flwr-clientapp", "--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
+        if spec.insecure:
+            arguments.append("--insecure")
+        elif spec.root_certificates_path is not None:
+            arguments += ["--root-certificates", spec.root_certificates_path]
+        arguments += ["--parent-pid", str(os.getpid())]
+        try:
+            here.sendall(json.dumps(arguments).encode() + b"\n")
+        except OSError:
+            os._exit(1)  # the supernode is started again, and with it all of this
+        return results.accepted()
+
+    module.SubprocessExecutor.launch = fork
+
+
+def _nurse(requests: socket.socket, run: Callable[[list[str]], None], prepare: Callable[[], None]) -> None:
+    """Fork for every line that comes, until there are no more."""
+    end_with_parent()
+    prepare()
+    with requests.makefile() as lines:
+        for line in lines:
+            with contextlib.suppress(ChildProcessError):  # take leave of those that have ended
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if os.fork() == 0:
+                _grow_up(json.loads(line), run)
+
+
+def _grow_up(arguments: list[str], run: Callable[[list[str]], None]) -> None:
+    """Be a ClientApp, and end."""
+    code = 1
+    try:
+        end_with_parent()
+        random.seed()
+        run(arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,38 @@
+"""Real superlinks and supernodes on this machine, with encryption and keys of sites."""
+
+import pytest
+
+from fl_lightning.errors import FederationError
+from tests.flower.federations import Site, needs_flower, wait_for
+
+pytestmark = needs_flower
+
+
+def test_a_message_there_and_back(federation):
+    assert federation.ask(b"abc") == b"cba"
+
+
+@pytest.mark.slow
+def test_unknown_sites_and_unknown_servers_are_refused_on_both_sides(tmp_path, federation, caplog):
+    from fl_lightning.flower.keys import fingerprint, node_keys, server_keys
+
+    stranger, misled = node_keys(tmp_path / "b"), node_keys(tmp_path / "c")
+    other = server_keys(tmp_path / "other")
+    address = federation.link.address
+    sites = [
+        Site(tmp_path / "b", address, stranger.private, federation.keys.authority),
+        Site(tmp_path / "c", address, misled.private, other.authority),
+    ]
+    assert federation.ask(b"abc") == b"cba"
+    mark = fingerprint(stranger.private)
+    wait_for(lambda: f"({mark}); trying again" in caplog.text, 60, "the refusal of a stranger at the site")
+    wait_for(lambda: f"is refused: {mark}" in caplog.text, 60, "the refusal of a stranger at the server")
+    wait_for(lambda: f"not signed by {other.authority}" in caplog.text, 60, "the refusal of a server")
+    for site in sites:
+        site.stop()
+        assert not site.node.connected.is_set()
+    assert federation.transport.present() == ["hospital"]
+    federation.link.register(federation.key.public, "hospital")  # once more does no harm
+    (tmp_path / "junk.pub").write_text("junk")
+    with pytest.raises(FederationError, match="did not take the key"):
+        federation.link.register(tmp_path / "junk.pub")
