@@ -2,7 +2,8 @@
 
     python benchmarks/leakage.py --out leakage.json
 
-``weak`` is matching by plain Adam with a total variation of 0.001, without the reading of outer products.
+``weak`` is matching by plain Adam with a total variation of 0.001, without the reading of outer products; ``sums`` sees
+the mean of all ten clients' steps (secure aggregation), ``colluding`` that and the messages of nine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fl_lightning.datamodules import IID, Digits
 from fl_lightning.methods import FedAvg, FedPer, PFedMe, WAFFLe
 from fl_lightning.nets import MLP
 
+VIEWS: Any = ["outsider", "server", "insider", "sums", "colluding"]
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "FedAvg": (FedAvg, {}),
     "FedPer": (FedPer, {}),
@@ -34,7 +36,7 @@ def attacked(name: str, seed: int, folder: str, **options: Any) -> Any:
     seed_everything(seed, verbose=False)
     kind, settings = METHODS[name]
     method = kind(MLP(64, (100,), 10), lr=0.05, engine="stacked", **settings)
-    callback = GradientLeakageCallback(["outsider", "server", "insider"], clients=3, folder=folder, **options)
+    callback = GradientLeakageCallback(VIEWS, clients=3, folder=folder, **options)
     Trainer(
         max_epochs=3,
         accelerator="cpu",
@@ -62,7 +64,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     table: dict[str, dict[str, Any]] = {}
-    columns = ["method", "grey", "data mean", "weak: server", "weak: insider", "server", "insider", "outsider"]
+    columns = ["method", "grey", "data mean", "weak: server", "weak: insider", *VIEWS]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     with TemporaryDirectory() as folder:
         for name in METHODS:
@@ -74,7 +76,7 @@ def main() -> None:
                 "grey": round(floor["grey"], 1),
                 "data mean": round(floor["mean"], 1),
                 **{f"weak: {view}": best(weak, view, "matching") for view in ("server", "insider")},
-                **{view: best(strong, view, *everything) for view in ("server", "insider", "outsider")},
+                **{view: best(strong, view, *everything) for view in VIEWS},
             }
             print(f"| {name} | " + " | ".join(map(str, table[name].values())) + " |", flush=True)
     if arguments.out:

@@ -1,6 +1,6 @@
-"""Accuracy on Digits with one of ten clients hostile, by method, rule and poison.
+"""Accuracy on Digits with one of ten clients hostile, by method, rule and poison, as tables and pictures.
 
-python benchmarks/poisoning.py --out poisoning.json
+python benchmarks/poisoning.py --methods FedAvg WAFFLe --out poisoning.json --pictures folder
 """
 
 from __future__ import annotations
@@ -15,11 +15,22 @@ from typing import Any
 from lightning.pytorch import Trainer, seed_everything
 
 from fl_lightning import robust
-from fl_lightning.callbacks import FederatedCallback, LabelFlipCallback, UpdatePoisoningCallback
+from fl_lightning.callbacks import LabelFlipCallback, UpdatePoisoningCallback
 from fl_lightning.datamodules import IID, Digits
-from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer
+from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, WAFFLe
 from fl_lightning.nets import MLP
+from fl_lightning.privacy.figures import rules_figure
+from fl_lightning.privacy.hostile import hostile_clients
 
+CLIENTS = 10
+#: A client that is not hostile, for the rule that trusts one.
+TRUSTED = next(client for client in range(CLIENTS) if client not in hostile_clients(0, CLIENTS, 0.1))
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "FedAvg": (FedAvg, {}),
+    "SCAFFOLD": (SCAFFOLD, {}),
+    "WAFFLe": (WAFFLe, {"factors": {"fc1": 40}}),
+    "FedPer": (FedPer, {}),
+}
 RULES: dict[str, Any] = {
     "mean": None,
     "median": robust.Median(),
@@ -29,6 +40,7 @@ RULES: dict[str, Any] = {
     "geometric median": robust.GeometricMedian(),
     "norm bound": robust.NormBound(),
     "centred clipping": robust.CentredClipping(),
+    "FLTrust": robust.FLTrust(TRUSTED),
 }
 POISONS: dict[str, Any] = {
     "none": list,
@@ -40,46 +52,46 @@ POISONS: dict[str, Any] = {
 }
 
 
-class Rule(FederatedCallback):
-    """Puts a rule's result into all messages, so that the server's mean of them is that; for methods of one mean."""
-
-    def __init__(self, rule: Any) -> None:
-        self.rule = rule
-
-    def on_before_aggregate(self, trainer: Any, pl_module: Any, messages: Any) -> None:
-        found = self.rule(messages, pl_module.server_state())
-        for message in messages:
-            message.tensors = dict(found)
-
-
-def accuracy(kind: Any, rule: Any, poison: Any) -> float:
+def accuracy(name: str, rule: Any, poison: Any, rounds: int) -> float:
     seed_everything(0, verbose=False)
+    kind, options = METHODS[name]
+    method = kind(MLP(64, (32,), 10, bias=True), lr=0.05, epochs=2, engine="stacked", aggregation=rule, **options)
     trainer = Trainer(
-        max_epochs=10,
+        max_epochs=rounds,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*poison(), *([] if rule is None else [Rule(rule)])],
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        callbacks=poison(),
     )
-    trainer.fit(kind(MLP(64, (32,), 10, bias=True), lr=0.05, epochs=2, engine="stacked"), Digits(partition=IID(10)))
-    return round(100 * float(trainer.callback_metrics["val/acc"]), 1)
+    data = Digits(partition=IID(CLIENTS))
+    trainer.fit(method, data)
+    (found,) = trainer.test(method, datamodule=data, verbose=False)
+    return round(100 * found["test/acc"], 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=[*METHODS])
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", default=None)
+    parser.add_argument("--pictures", default=None)
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     table: dict[str, dict[str, dict[str, float]]] = {}
-    for kind in (FedAvg, SCAFFOLD, FedPer):
-        print(f"\n| {kind.__name__} | {' | '.join(POISONS)} |\n|{'---|' * (len(POISONS) + 1)}")
+    for method in arguments.methods:
+        print(f"\n| {method} | {' | '.join(POISONS)} |\n|{'---|' * (len(POISONS) + 1)}")
         for name, rule in RULES.items():
-            row = {label: accuracy(kind, rule, poison) for label, poison in POISONS.items()}
-            table.setdefault(kind.__name__, {})[name] = row
+            row = {label: accuracy(method, rule, poison, arguments.rounds) for label, poison in POISONS.items()}
+            table.setdefault(method, {})[name] = row
             print(f"| {name} | {' | '.join(map(str, row.values()))} |", flush=True)
+        if arguments.pictures:
+            Path(arguments.pictures).mkdir(parents=True, exist_ok=True)
+            rules_figure(table[method], method).savefig(Path(arguments.pictures) / f"rules_{method}.png", dpi=130)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(table, indent=1))
 

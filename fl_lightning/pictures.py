@@ -47,6 +47,7 @@ def lines(
     scale: float = 1.0,
     looks: Mapping[str, tuple[int, int]] | None = None,
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    from_zero: bool = False,
 ) -> Figure:
     """One line per name.
 
@@ -58,6 +59,7 @@ def lines(
         scale: values are multiplied by it, 100 for percent.
         looks: numbers of a line's colour and of its style by name; by default each line has its own.
         bands: lower and upper edge of a band around a line, by name.
+        from_zero: whether the vertical axis begins at zero.
     """
     figure = canvas(6.0, 3.4 + 0.12 * len(curves))
     axes = figure.subplots()
@@ -71,6 +73,10 @@ def lines(
             low, high = (scale * np.asarray(edge, dtype=np.float64) for edge in bands[name])
             axes.fill_between(np.asarray(places, dtype=np.float64), low, high, color=colour, alpha=0.12, linewidth=0)
     axes.set(xlabel=x, ylabel=y, title=title)
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    if x == "round":
+        axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
@@ -91,14 +97,15 @@ def heat_map(rounds: Sequence[int], scores: Values, title: str = "", measure: Me
     axes = figure.subplots()
     clients = scores.shape[1]
     low, high = _limits(scores, measure)
-    edges = np.append(np.asarray(rounds, dtype=np.float64), rounds[-1] + (rounds[-1] - rounds[-2] if rounds[1:] else 1))
+    width = rounds[-1] - rounds[-2] if rounds[1:] else 1
+    edges = np.append(np.asarray(rounds, dtype=np.float64), rounds[-1] + width) - 0.5
     colours = "cividis" if measure.higher_is_better else "cividis_r"
     heights = measure.scale * scores.T
     mesh = axes.pcolormesh(
         edges, np.arange(clients + 1) - 0.5, heights, cmap=colours, vmin=low, vmax=high, rasterized=True
     )
     axes.set(xlabel="round", ylabel="client", title=title)
-    axes.locator_params(axis="y", integer=True)
+    axes.locator_params(integer=True)
     figure.colorbar(mesh, ax=axes, label=_on_own_samples(measure))
     return figure
 

@@ -36,6 +36,7 @@ def run(kind: str, engine: str, devices: int, path: Path) -> list[dict[str, Any]
     return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(devices)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "engine"), [("SCAFFOLD", "sequential"), ("FedAvg", "auto"), ("private", "sequential")]
 )

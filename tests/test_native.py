@@ -169,6 +169,7 @@ def test_a_compiler_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch, t
 
 
 @needed
+@pytest.mark.slow
 @pytest.mark.usefixtures("anew")
 def test_they_are_made_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -186,6 +187,7 @@ def test_they_are_made_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @needed
+@pytest.mark.slow
 @pytest.mark.usefixtures("anew")
 def test_a_damaged_library_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As a full disk leaves it."""

@@ -49,7 +49,7 @@ def test_wheel_holds_every_module_and_nothing_outside(wheel: zipfile.ZipFile) ->
     package = {name for name in names if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fl_lightning").rglob("*.py")}
     assert modules <= package
-    assert "fl_lightning/py.typed" in package
+    assert {"fl_lightning/py.typed", "fl_lightning/cli/report.html.j2"} <= package
     assert {name.split("/")[0] for name in package} == {"fl_lightning"}
     assert {name for name in package if name.endswith(".py")} == modules
 

@@ -74,6 +74,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_dies_or_hangs_is_named(what: str, tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
@@ -90,6 +91,7 @@ def test_a_rank_that_dies_or_hangs_is_named(what: str, tmp_path: Path) -> None:
             run.communicate()
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_ends_all_and_leaves_the_last_round(tmp_path: Path) -> None:
     script = tmp_path / "fits.py"
     script.write_text(FITS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fl_lightning.datamodules import MNIST, Multimodal, Unimodal
@@ -21,6 +22,7 @@ def after(method: FederatedModule, data: MNIST, rounds: int) -> dict[str, float]
     return {name: float(value) for name, value in run.callback_metrics.items()}
 
 
+@pytest.mark.slow
 def test_fedavg_on_mnist(real_data: Path) -> None:
     """100 clients with two digits each, ten a round: 10 rounds are enough for 70 percent, on clients and overall."""
     torch.manual_seed(0)
@@ -31,6 +33,7 @@ def test_fedavg_on_mnist(real_data: Path) -> None:
     assert abs(scores["test/acc"] - scores["test/global_acc"]) < 0.1
 
 
+@pytest.mark.slow
 def test_waffle_personalises_where_fedavg_cannot(real_data: Path) -> None:
     """20 of 120 clients have even digits: after 10 rounds FedAvg fails most of them, WAFFLe hardly any."""
     minority = {}

@@ -127,7 +127,7 @@ def resumed(kind: type[FederatedModule], folder: Path, **kwargs: Any) -> dict[st
 
 
 @pytest.mark.parametrize("hook", HOOKS + LIGHTNING_HOOKS)
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_kill_9_at_every_point(hook: str, times: int, tmp_path: Path, uninterrupted: Any) -> None:
     stopped(make(FedAvg), tmp_path, Stop(hook, times, kill), early=times < 3)
     assert_same(resumed(FedAvg, tmp_path), uninterrupted["FedAvg"])
@@ -142,7 +142,7 @@ def test_any_stop_within_a_round(act: Any, kind: type[FederatedModule], tmp_path
     assert_same(resumed(kind, tmp_path), uninterrupted[kind.__name__])
 
 
-@pytest.mark.parametrize("act", [interrupt, fail])
+@pytest.mark.parametrize("act", [pytest.param(interrupt, marks=pytest.mark.slow), fail])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_checkpoint_written_within_a_round(act: Any, hook: str, tmp_path: Path, uninterrupted: Any) -> None:
     """A checkpoint that the exception itself triggers, in the middle of a round, is resumed as well."""

@@ -164,7 +164,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [SCAFFOLD, Local])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
-@pytest.mark.parametrize("step", [1, 17, 30])
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[] if step == 17 else pytest.mark.slow) for step in (1, 17, 30)]
+)
 def test_a_signal_within_a_round(
     kind: type[FederatedModule], number: int, code: int, step: int, tmp_path: Path, whole: Any
 ) -> None:

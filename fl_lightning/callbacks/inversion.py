@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
 
 from fl_lightning.callbacks.attacks import ALL_VIEWS, AttackCallback, ViewName
 from fl_lightning.errors import FederationError
-from fl_lightning.privacy.data import attack_data
+from fl_lightning.privacy.data import attack_data, deal_shadows
+from fl_lightning.privacy.figures import images_figure, show_figure
 from fl_lightning.privacy.inversion import Inversion, Reconstructed, invert
 from fl_lightning.privacy.judge import EPOCHS, Judge
-from fl_lightning.privacy.report import Row
-from fl_lightning.privacy.wiretap import Run
+from fl_lightning.privacy.report import Report, Row
+from fl_lightning.privacy.shadows import train_shadows
+from fl_lightning.privacy.wiretap import Run, Wire
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+#: Weights of the total variation among which one is chosen, and clients on which that is done.
+TRIED, TUNED = (0.001, 0.01, 0.1, 1.0, 3.0), 2
 
 
 class ModelInversionCallback(AttackCallback):
@@ -30,15 +39,16 @@ class ModelInversionCallback(AttackCallback):
     baselines ``grey``, ``mean`` and ``class mean`` (of the adversary's own samples) need no model: an attack shows what
     a model tells only where it is better than they are.
 
-    With a TensorBoard logger the reconstructions are an image ``inversion/<view>``: one row for each class, the mean of
-    the class first. The log folder gets them as ``inversion.pt``.
+    The picture ``inversion/<view>``, for TensorBoard and in the log folder, has the mean of every class above a
+    reconstruction, with PSNR and SSIM. The log folder gets all reconstructions as ``inversion.pt``.
 
     Args:
         views: the adversaries.
         steps: steps of Adam.
         starts: reconstructions of each class.
         rate: learning rate of Adam.
-        variation: weight of the total variation.
+        variation: weight of the total variation; None chooses among ``TRIED`` on a federation of the adversary's own,
+            trained for as long on its samples.
         norm: weight of the squared norm.
         most_classes: how many of a client's classes are reconstructed at most.
         judge_epochs: passes over the data in which the judging classifier is trained.
@@ -60,7 +70,7 @@ class ModelInversionCallback(AttackCallback):
         steps: int = 500,
         starts: int = 10,
         rate: float = 0.1,
-        variation: float = 1.0,
+        variation: float | None = 1.0,
         norm: float = 1e-4,
         most_classes: int = 10,
         judge_epochs: int = EPOCHS,
@@ -76,7 +86,9 @@ class ModelInversionCallback(AttackCallback):
         for name, value in numbers.items():
             if value < 1:
                 raise FederationError(f"{name} must be 1 or more, not {value}.")
-        self.inversion = Inversion(steps, starts, rate, variation, norm)
+        self.inversion = Inversion(steps, starts, rate, 1.0 if variation is None else variation, norm)
+        #: Whether ``variation`` is still to be chosen.
+        self.untuned = variation is None
         self.most_classes, self.judge_epochs, self.judge_path = most_classes, judge_epochs, judge
         #: The reconstructions of the last attack.
         self.images: list[Reconstructed] = []
@@ -87,6 +99,8 @@ class ModelInversionCallback(AttackCallback):
         module = run.module
         if self._judge is None:
             self._judge = Judge.trained(module.federation, module.seed, self.judge_epochs, self.judge_path)
+        if self.untuned:
+            self.inversion, self.untuned = self._tuned(trainer, run), False
         reference = attack_data(module.federation, [], module.seed).reference
         rows, self.images = invert(
             run, self.views, self.inversion, self._judge, reference, self._groups, self.most_classes
@@ -95,31 +109,60 @@ class ModelInversionCallback(AttackCallback):
         return rows
 
     def notes(self) -> dict[str, Any]:
-        """The judge's own accuracy."""
+        """The judge's own accuracy, and the prior."""
         assert self._judge is not None
-        return {"accuracy of the judging classifier": round(self._judge.accuracy, 4)}
+        return {
+            "accuracy of the judging classifier": round(self._judge.accuracy, 4),
+            "weight of the total variation": self.inversion.variation,
+        }
 
     def run_metrics(self) -> dict[str, float]:
         """The last report's figures, and the judge's accuracy."""
         judged = {} if self._judge is None else {"inversion_judge_acc": 100 * self._judge.accuracy}
         return super().run_metrics() | judged
 
+    def _tuned(self, trainer: Trainer, run: Run) -> Inversion:
+        """The inversion with the weight of total variation that does best on clients whose samples are known."""
+        module, federation = run.module, run.module.federation
+        if self._initial is None or not self._began:
+            raise FederationError(
+                "How the run began is not known, as the module was trained before: pass a new module and ckpt_path, or "
+                "a number as variation."
+            )
+        clients = federation.num_clients
+        data = attack_data(federation, [], module.seed, shadow_clients=clients)
+        size = int(federation.train.sizes.median())
+        dealt = deal_shadows(data.pool, 1, clients, size, module.seed)
+        shadow, *_ = train_shadows(self._initial, federation, dealt, module.completed_rounds, trainer, self.memory)
+        some = Wire(memory=self.memory)
+        for client in shadow.run.clients[:TUNED]:
+            for received, sent in shadow.run.wire.exchanged(client):
+                some.hand(client, received)
+                some.note(client, sent)
+        views = [view for view in self.views if view.name != "insider"][:1] or self.views[:1]
+        own = Run(shadow.run.module, some, shadow.run.private)
+        found: dict[float, float] = {}
+        for weight in TRIED:
+            tried = replace(self.inversion, variation=weight, starts=1)
+            assert self._judge is not None
+            rows, _ = invert(own, views, tried, self._judge, data.reference, most_classes=self.most_classes)
+            best = Report("inversion", "", 0, rows, self.by).strongest()
+            found[weight] = -torch.inf if best is None else best[self.by]
+        return replace(self.inversion, variation=max(found, key=lambda weight: found[weight]))
+
     def _show(self, trainer: Trainer, rounds: int) -> None:
         for view in dict.fromkeys(one.view for one in self.images):
             first = next(one for one in self.images if one.view == view)
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger) and first.means.dim() == 4:
-                    logger.experiment.add_image(f"inversion/{view}", grid(first), rounds)
+            if first.means.dim() == 4:
+                show_figure(trainer, f"inversion/{view}", partial(_figure, first), rounds, self.folder)
         folder = self.folder or trainer.log_dir
         if folder is not None and trainer.is_global_zero:
             Path(folder).mkdir(parents=True, exist_ok=True)
             torch.save([one._asdict() for one in self.images], Path(folder) / "inversion.pt")
 
 
-def grid(found: Reconstructed) -> Tensor:
-    """One row for each class: its mean, then the reconstructions; shape (channels, height, width)."""
-    from torchvision.utils import make_grid
-
-    columns = torch.cat((found.means[:, None], found.images), 1)
-    image: Tensor = make_grid(columns.flatten(0, 1), nrow=columns.shape[1], padding=1, pad_value=1.0)
-    return image
+def _figure(found: Reconstructed) -> Figure:
+    """A column for each class: its mean, and the reconstruction from the first start."""
+    titles = [f"class {label}" for label in found.classes]
+    titles[0] = f"client {found.client}\n{titles[0]}"
+    return images_figure(found.means.float(), found.images[:, 0].float(), titles)

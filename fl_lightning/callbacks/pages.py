@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from fl_lightning.measure import ACCURACY, Measure
+
 #: The pages, in the order of the tabs, and what the names of their numbers begin with; the last takes the rest.
 PAGES: dict[str, re.Pattern[str]] = {
     "Scores": re.compile(
@@ -22,6 +24,36 @@ PAGES: dict[str, re.Pattern[str]] = {
 }
 #: Numbers that Lightning adds and nobody wants a chart of.
 _HIDDEN = re.compile(r"epoch$|hp_metric$|lr-")
+
+#: Endings of scores over clients, in words, and whether they are in the unit of the metric that counts.
+_OVER_CLIENTS = {
+    "": ("mean over clients", True),
+    "_worst10": ("worst tenth of the clients", True),
+    "_std": ("standard deviation over clients", True),
+    "_median": ("median client", True),
+    "_low": ("10 % of the clients are below", True),
+    "_high": ("10 % of the clients are above", True),
+    "_majority": ("majority", True),
+    "_minority": ("minority", True),
+}
+_WORDS = {
+    "train/loss": "training loss",
+    "gap": "gap between majority and minority",
+    "variance": "variance over clients",
+    "jain": "Jain index",
+    "entropy": "entropy",
+    "local_gap": "better than training alone by",
+    "local_worse": "clients worse off than alone",
+    "comm/up_bytes": "up, in a round",
+    "comm/down_bytes": "down, in a round",
+    "comm/up_total": "up, so far",
+    "comm/down_total": "down, so far",
+    "clients/trained": "clients that trained",
+    "clients/left_out": "clients left out",
+    "time/clients": "time at the clients",
+    "time/server": "time at the server",
+}
+_SPELT = {"auroc": "AUROC", "tpr": "TPR", "fpr": "FPR", "psnr": "PSNR", "ssim": "SSIM", "kl": "KL", "acc": "accuracy"}
 
 
 class Chart(NamedTuple):
@@ -106,3 +138,56 @@ def _chart(tag: str) -> Chart:
     if middle:
         return Chart(f"{first}: {last}", (f"{first}/.*/{last}$",))
     return Chart(f"{first}: {last}" if "/" in tag else tag, (f"{tag}$",))
+
+
+def words(tag: str, measure: Measure = ACCURACY) -> str:
+    """A logged number's name as a reader would say it.
+
+    Args:
+        tag: the name under which it is logged.
+        measure: the metric that counts.
+
+    Example:
+        >>> words("val/acc_worst10"), words("comm/up_bytes"), words("membership/outsider/tpr_at_1")
+        ('worst tenth of the clients', 'up, in a round', 'membership, outsider, TPR at 1')
+    """
+    split, _, name = tag.partition("/")
+    if tag in _WORDS:
+        return _WORDS[tag]
+    if split in ("val", "test"):
+        if name == f"global_{measure.name}":
+            return "the server's model"
+        ending = name.removeprefix(measure.name)
+        if ending != name and ending in _OVER_CLIENTS:
+            return _OVER_CLIENTS[ending][0]
+        if name == "loss":
+            return "loss on held-out samples" if split == "val" else "loss on test samples"
+        if name in _WORDS:
+            return _WORDS[name]
+        tag = name
+    return ", ".join(" ".join(_SPELT.get(word, word) for word in part.split("_")) for part in tag.split("/"))
+
+
+def unit(tag: str, measure: Measure = ACCURACY) -> tuple[str, float]:
+    """The unit that a logged number is shown in, and the factor that brings it there.
+
+    Example:
+        >>> unit("comm/up_bytes"), unit("val/acc_std"), unit("time/server"), unit("val/jain")
+        (('MB', 1e-06), ('%', 100.0), ('s', 1.0), ('', 1.0))
+    """
+    split, _, name = tag.partition("/")
+    if name.endswith(("bytes", "_total")) and split in ("comm", "ledger"):
+        return "MB", 1e-6
+    if split == "time":
+        return "s", 1.0
+    if split in ("val", "test"):
+        own = name.removeprefix("global_")
+        ending = own.removeprefix(measure.name)
+        of_clients = own == measure.name or (ending != own and ending.startswith("_"))
+        if of_clients or name in ("gap", "local_gap"):
+            return ("%" if measure.share else ""), measure.scale
+        if name == "variance" and measure.share:
+            return "%²", 1.0
+        if name == "local_worse":
+            return "%", 100.0
+    return "", 1.0

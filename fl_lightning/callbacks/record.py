@@ -276,6 +276,8 @@ def settings_of(trainer: Trainer, module: Any) -> dict[str, Any]:
             found["clients"] = federation.num_clients
     found["rounds"] = trainer.max_epochs
     arguments = {name: value for name, value in module.hparams.items() if not name.startswith("_")}  # LightningCLI's
+    if "clients" in arguments:  # those that Local trains; the number of all clients has that name
+        arguments["chosen_clients"] = arguments.pop("clients")
     net = arguments.pop("net", None) or {"class_path": type(getattr(module, "net", module)).__name__}
     found["net"] = str(net["class_path"]).rpartition(".")[2]
     _flatten(found, "net", net.get("init_args") or {})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fl_lightning.callbacks.pages import page_of
+from fl_lightning.callbacks.pages import page_of, words
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.runs import Run, find
 from fl_lightning.cli.sheet import Sheet, figure
@@ -163,7 +163,7 @@ def cost(experiments: Sequence[Experiment]) -> Sheet | None:
 def privacy(experiments: Sequence[Experiment]) -> Sheet | None:
     """The last value of everything that the privacy callbacks logged; None where there is nothing."""
     names = {tag: None for one in experiments for run in one.runs for tag in run.final if page_of(tag) == "Privacy"}
-    return _sheet("Privacy", experiments, [Column(tag, _last(tag), 4) for tag in names]) if names else None
+    return _sheet("Privacy", experiments, [Column(words(tag), _last(tag), 4) for tag in names]) if names else None
 
 
 #: What is printed and written as Markdown and LaTeX.
@@ -185,7 +185,7 @@ def _sheet(title: str, experiments: Sequence[Experiment], columns: Sequence[Colu
     best = {}
     for number, (column, values) in enumerate(found, 1):
         means = [statistics.fmean(v) * column.better if v else float("-inf") for v in values]
-        if column.better and len(means) > 1:
+        if column.better and len(means) > 1 and all(len(v) > 1 for v in values):  # one seed makes no winner
             best[number] = means.index(max(means))
     rows = [
         [one.name, *(figure(values[i], column.digits, column.scale) for column, values in found)]

@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 import base64
-import html
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fl_lightning import pictures
-from fl_lightning.callbacks.pages import Chart, charts
+from fl_lightning.callbacks.pages import Chart, charts, unit, words
 from fl_lightning.cli.compare import Experiment, cost, populations, privacy, summary
+from fl_lightning.cli.naming import differing, last_of, shown, unfolded
 from fl_lightning.cli.runs import Curve, Run
 from fl_lightning.cli.sheet import Sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto;
-       max-width: 62rem; padding: 1.5rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; }
-h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 2px solid #0072B2; }
-nav a { margin-right: 1rem; } a { color: #005A8E; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .8rem 0; font-size: .92rem; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid #bbb; text-align: right; vertical-align: top; }
-thead th { border-bottom: 2px solid #1a1a1a; } th:first-child { text-align: left; } tbody th { font-weight: normal; }
-figure { margin: 1rem 0; break-inside: avoid; } img { max-width: 100%; height: auto; }
-figcaption, .note { color: #444; font-size: .92rem; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 0 1.5rem; }
-@media print { body { max-width: none; padding: 0; font-size: 10.5pt; } nav { display: none; }
-  h2 { break-after: avoid; }
-  table { font-size: 8.5pt; } tr { break-inside: avoid; } .pair { display: block; } @page { margin: 16mm; } }
-"""
+#: A chart of several runs with more numbers than this has a picture for every run; else one for every number.
+FEW = 4
+#: More lines than this are drawn without a legend.
+LEGIBLE = 12
+
+
+@dataclass
+class Picture:
+    """A picture as a ``data:`` address, and a text for those who cannot see it."""
+
+    address: str
+    text: str
+    caption: bool = True
+
+
+@dataclass
+class Section:
+    """A part of the report: tables first, then pictures."""
+
+    name: str
+    sheets: list[Sheet | None] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sheets = [sheet for sheet in self.sheets if sheet is not None and len(sheet.columns) > 1]
+
+    @property
+    def anchor(self) -> str:
+        """The address of the section within the page."""
+        return self.name.replace(" ", "-")
+
+    def __bool__(self) -> bool:
+        return bool(self.sheets or self.pictures)
 
 
 def write_report(path: Path, experiments: Sequence[Experiment], title: str) -> None:
@@ -48,76 +64,145 @@ def write_report(path: Path, experiments: Sequence[Experiment], title: str) -> N
         experiments: one or more.
         title: its title.
     """
-    sections = {
-        "Result": _table(summary(experiments)) + _table(populations(experiments)),
-        "Learning curves": _curves(experiments, "Scores"),
-        "Clients": _clients(experiments),
-        "Fairness": _curves(experiments, "Fairness"),
-        "Privacy": _table(privacy(experiments)) + _curves(experiments, "Privacy"),
-        "Communication": _table(cost(experiments)) + _traffic(experiments) + _curves(experiments, "Communication"),
-        "Speed": _table(_speed(experiments)),
-        "Method": _curves(experiments, "Method"),
-        "Pictures": _found(experiments),
-        "Settings": _settings(experiments),
+    from jinja2 import Environment, PackageLoader
+
+    sections = [
+        Section("Result", [summary(experiments), populations(experiments)]),
+        _curves(experiments, "Learning curves", "Scores"),
+        _clients(experiments),
+        _curves(experiments, "Fairness", "Fairness"),
+        _curves(experiments, "Privacy", "Privacy", [privacy(experiments)]),
+        _communication(experiments),
+        Section("Speed", [_speed(experiments)]),
+        _curves(experiments, "Method", "Method"),
+        Section("Pictures", [], _found(experiments)),
+        Section("Settings", _settings(experiments)),
+    ]
+    template = Environment(loader=PackageLoader("fl_lightning.cli", "."), autoescape=True).get_template(
+        "report.html.j2"
+    )
+    text = template.render(title=title, facts=_facts(experiments), sections=[one for one in sections if one])
+    path.write_text(text, encoding="utf-8")
+
+
+def _facts(experiments: Sequence[Experiment]) -> dict[str, str]:
+    """Data, clients, rounds and seeds of all runs."""
+    runs = [run for one in experiments for run in one.runs]
+    settings = [unfolded(run.settings) for run in runs]
+
+    def all_of(*names: str) -> str:
+        texts = [" ".join(shown(one[name]) for name in names if one.get(name) is not None) for one in settings]
+        return ", ".join(dict.fromkeys(text for text in texts if text))
+
+    seeds = ", ".join(dict.fromkeys(shown(one["seed"]) for one in settings if one.get("seed") is not None))
+    repeated = "; one each, so no differences are marked" if all(len(one.runs) == 1 for one in experiments) else ""
+    found = {
+        "methods": all_of("method"),
+        "data": all_of("data", "partition"),
+        "clients": all_of("clients"),
+        "network": all_of("net"),
+        "rounds": all_of("rounds"),
+        "seeds": seeds + repeated if seeds else "",
+        "runs": str(len(runs)),
     }
-    shown = {name: body for name, body in sections.items() if body}
-    links = " ".join(f'<a href="#{name.replace(" ", "-")}">{name}</a>' for name in shown)
-    body = "\n".join(
-        f'<section id="{name.replace(" ", "-")}">\n<h2>{name}</h2>\n{part}\n</section>' for name, part in shown.items()
-    )
-    count = sum(len(one.runs) for one in experiments)
-    note = f"{count} run{'s' * (count > 1)}, written by <code>fl-lightning compare</code>."
-    path.write_text(
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n"
-        f'<p class="note">{note}</p>\n<nav>{links}</nav>\n{body}\n</body>\n</html>\n',
-        encoding="utf-8",
-    )
+    return {name: text for name, text in found.items() if text}
 
 
-def _table(sheet: Sheet | None) -> str:
-    if sheet is None or len(sheet.columns) < 2:
-        return ""
-    return f'<p class="note">{html.escape(sheet.title)}.</p>\n<div class="wide">{sheet.html()}</div>\n'
+def _picture(figure: Figure, text: str, caption: bool = True) -> Picture:
+    return Picture(pictures.embedded(figure), text, caption)
 
 
-def _picture(figure: Figure, text: str, caption: bool = True) -> str:
-    text = html.escape(text)
-    below = f"<figcaption>{text}</figcaption>" if caption else ""
-    return f'<figure><img alt="{text}" src="{pictures.embedded(figure)}">{below}</figure>\n'
-
-
-def _curves(experiments: Sequence[Experiment], page: str) -> str:
-    """The charts of a page of the dashboard, one line per experiment and number."""
+def _curves(experiments: Sequence[Experiment], name: str, page: str, sheets: Iterable[Sheet | None] = ()) -> Section:
+    """The charts of a page of the dashboard; numbers that are the same in every round are a table."""
     tags = list(dict.fromkeys(tag for one in experiments for run in one.runs for tag in run.curves))
-    headline = experiments[0].runs[0].measure.name
-    figures = [_chart(experiments, chart, tags) for chart in charts(tags, headline).get(page, [])]
-    return f'<div class="pair">{"".join(figures)}</div>' if figures else ""
+    measure = experiments[0].runs[0].measure
+    found: list[Picture] = []
+    flat: list[str] = []
+    for chart in charts(tags, measure.name).get(page, []):
+        chosen = [tag for tag in tags if any(re.match(pattern, tag) for pattern in chart.tags)]
+        if chart.band:
+            chosen = [tag for tag in chosen if tag not in chart.tags[1:]]
+        moving = [tag for tag in chosen if page == "Scores" or not _flat(experiments, tag)]
+        flat += [tag for tag in chosen if tag not in moving]
+        found += _pictures(experiments, chart, moving) if moving else []
+    return Section(name, [*sheets, _constants(experiments, flat)], found)
 
 
-def _chart(experiments: Sequence[Experiment], chart: Chart, tags: Sequence[str]) -> str:
-    chosen = [tag for tag in tags if any(re.match(pattern, tag) for pattern in chart.tags)]
+def _flat(experiments: Sequence[Experiment], tag: str) -> bool:
+    """Whether a number is the same in all of several rounds of each run."""
+    curves = [run.curves[tag][1] for one in experiments for run in one.runs if tag in run.curves]
+    return all(len(set(values)) == 1 and len(values) > 1 for values in curves)
+
+
+def _constants(experiments: Sequence[Experiment], tags: Sequence[str]) -> Sheet | None:
+    measure = experiments[0].runs[0].measure
+    units = {tag: unit(tag, measure) for tag in tags}
+    rows = []
+    for one in experiments:
+        curves = one.runs[0].curves
+        rows.append([one.name, *(f"{units[t][1] * curves[t][1][0]:,.4g}" if t in curves else "" for t in tags)])
+    columns = [f"{units[tag][0]} {words(tag, measure)}".strip() for tag in tags]
+    return Sheet("The same in every round", ["run", *columns], rows) if tags else None
+
+
+def _pictures(experiments: Sequence[Experiment], chart: Chart, tags: Sequence[str]) -> list[Picture]:
+    """The pictures of a chart: a line is a run, or a number where there are many numbers or one run."""
+    if len(experiments) > 1 and len(tags) <= FEW:
+        return [_by_run(experiments, chart, tag) for tag in tags]
+    return [_by_number(one, chart, tags, len(experiments) > 1) for one in experiments]
+
+
+def _by_run(experiments: Sequence[Experiment], chart: Chart, tag: str) -> Picture:
+    """One number, a line for every experiment."""
+    measure = experiments[0].runs[0].measure
     edges = chart.tags[1:] if chart.band else ()
-    chosen = [tag for tag in chosen if tag not in edges]
     curves: dict[str, tuple[list[int], list[float]]] = {}
     looks: dict[str, tuple[int, int]] = {}
     bands: dict[str, Any] = {}
-    for colour, one in enumerate(experiments):
-        for style, tag in enumerate(chosen):
-            curve = mean_curve(run.curves[tag] for run in one.runs if tag in run.curves)
-            if curve is not None:
-                line = one.name if len(chosen) == 1 else f"{one.name}: {tag}"
-                curves[line] = curve
-                around = [mean_curve(run.curves[e] for run in one.runs if e in run.curves) for e in edges]
-                if around and all(edge is not None and edge[0] == curve[0] for edge in around):
-                    bands[line] = tuple(edge[1] for edge in around if edge is not None)
-                looks[line] = (colour, style if len(chosen) > 1 else colour) if len(experiments) > 1 else (style, style)
+    for number, one in enumerate(experiments):
+        curve = mean_curve(run.curves[tag] for run in one.runs if tag in run.curves)
+        if curve is None:
+            continue
+        curves[one.name], looks[one.name] = curve, (number, number)
+        around = [mean_curve(run.curves[edge] for run in one.runs if edge in run.curves) for edge in edges]
+        if around and all(edge is not None and edge[0] == curve[0] for edge in around):
+            bands[one.name] = tuple(edge[1] for edge in around if edge is not None)
+    title = chart.title if chart.band or (len(chart.tags) == 1 and "*" not in chart.tags[0]) else words(tag, measure)
+    return _drawn(curves, tag, title, experiments, looks, bands)
+
+
+def _by_number(one: Experiment, chart: Chart, tags: Sequence[str], named: bool) -> Picture:
+    """One experiment, a line for every number of the chart."""
+    measure = one.runs[0].measure
+    known = {tag: mean_curve(run.curves[tag] for run in one.runs if tag in run.curves) for tag in tags}
+    curves = {words(tag, measure): curve for tag, curve in known.items() if curve is not None}
+    title = f"{chart.title}: {one.name}" if named else chart.title
+    bands: dict[str, Any] = {}
+    if chart.band and len(tags) == 1:
+        edges = [mean_curve(run.curves[edge] for run in one.runs if edge in run.curves) for edge in chart.tags[1:]]
+        bands = {name: tuple(edge[1] for edge in edges if edge is not None) for name in curves}
+    return _drawn(curves, tags[0], title, [one], None, bands)
+
+
+def _drawn(
+    curves: dict[str, tuple[list[int], list[float]]],
+    tag: str,
+    title: str,
+    experiments: Sequence[Experiment],
+    looks: dict[str, tuple[int, int]] | None,
+    bands: dict[str, Any],
+) -> Picture:
+    """A picture with rounds from 1 and a unit at the axis."""
     measure = experiments[0].runs[0].measure
-    judged = bool(chosen) and all(re.match(rf"(val|test)/(global_)?{measure.name}", tag) for tag in chosen)
-    label, scale = (measure.label, measure.scale) if judged else ("", 1.0)
-    figure = pictures.lines(curves, "round", label, chart.title, scale, looks, bands)
-    return _picture(figure, chart.title, caption=False)
+    label, scale = unit(tag, measure)
+    judged = re.match(rf"(val|test)/(global_)?{measure.name}(_|$)", tag)
+    label = measure.label if judged else label
+    counted = {name: ([place + 1 for place in places], values) for name, (places, values) in curves.items()}
+    figure = pictures.lines(counted, "round", label, title, scale, looks, bands, label in ("MB", "s"))
+    if len(curves) > LEGIBLE:
+        for legend in figure.legends:
+            legend.set_visible(False)
+    return _picture(figure, title, caption=False)
 
 
 def mean_curve(curves: Iterable[Curve]) -> tuple[list[int], list[float]] | None:
@@ -134,10 +219,10 @@ def mean_curve(curves: Iterable[Curve]) -> tuple[list[int], list[float]] | None:
     return rounds, [float(np.mean([table[r] for table in tables])) for r in rounds]
 
 
-def _clients(experiments: Sequence[Experiment]) -> str:
+def _clients(experiments: Sequence[Experiment]) -> Section:
     """Distribution over clients at the end, and every client's score by round."""
     scored = [one for one in experiments if all(run.scores.size for run in one.runs)]
-    text = ""
+    found = []
     for measure in dict.fromkeys(one.runs[0].measure for one in scored):
         alike = [one for one in scored if one.runs[0].measure == measure]
         ends = {
@@ -148,32 +233,43 @@ def _clients(experiments: Sequence[Experiment]) -> str:
             for one in alike
         }
         picture = pictures.distribution(ends, measure=measure)
-        text += _picture(picture, f"How many clients end with which {measure.title}")
-        maps = [
-            _picture(pictures.heat_map(run.rounds, run.scores, measure=measure), f"Clients by round: {one.name}")
+        found.append(_picture(picture, f"How many clients end with which {measure.title}"))
+        found += [
+            _picture(
+                pictures.heat_map([r + 1 for r in run.rounds], run.scores, measure=measure),
+                f"Clients by round: {one.name}",
+            )
             for one in alike
             if len((run := one.runs[0]).rounds) > 1
         ]
-        text += f"<div class='pair'>{''.join(maps)}</div>"
-    return text
+    return Section("Clients", [], found)
 
 
-def _traffic(experiments: Sequence[Experiment]) -> str:
-    """What counts against what was sent."""
+def _communication(experiments: Sequence[Experiment]) -> Section:
+    """Costs, the score against what was sent, and the bytes by round."""
+    section = _curves(experiments, "Communication", "Communication", [cost(experiments)])
+    traffic = _traffic(experiments)
+    return replace(section, pictures=[*traffic, *section.pictures])
+
+
+def _traffic(experiments: Sequence[Experiment]) -> list[Picture]:
     curves: dict[str, tuple[list[float], list[float]]] = {}
+    looks: dict[str, tuple[int, int]] = {}
     measure = experiments[0].runs[0].measure
-    for one in experiments:
+    for number, one in enumerate(experiments):
         run = one.runs[0]
         score = f"{run.validated}/{measure.name}"
         if {"comm/up_bytes", "comm/down_bytes", score} <= run.curves.keys():
             spent = _sent(run)
             rounds, values = run.curves[score]
             known = [(spent[r], v) for r, v in zip(rounds, values, strict=True) if r in spent]
-            curves[one.name] = [mb for mb, _ in known], [v for _, v in known]
+            if any(mb for mb, _ in known):
+                curves[one.name] = [mb for mb, _ in known], [v for _, v in known]
+                looks[one.name] = (number, number)
     if not curves:
-        return ""
-    figure = pictures.lines(curves, "MB sent, up and down", f"mean {measure.label}", scale=measure.scale)
-    return _picture(figure, f"{measure.title.capitalize()} against what crossed the wire")
+        return []
+    figure = pictures.lines(curves, "MB sent so far, up and down", f"mean {measure.label}", "", measure.scale, looks)
+    return [_picture(figure, f"{measure.title.capitalize()} against what was communicated")]
 
 
 def _sent(run: Run) -> dict[int, float]:
@@ -195,36 +291,33 @@ def _speed(experiments: Sequence[Experiment]) -> Sheet | None:
     return Sheet("Time of the whole fit, validation included", columns, rows) if rows else None
 
 
-def _found(experiments: Sequence[Experiment]) -> str:
+def _found(experiments: Sequence[Experiment]) -> list[Picture]:
     """Pictures that callbacks and commands left in the runs' folders."""
-    parts = []
-    for one in experiments:
-        for run in one.runs:
-            for path in sorted(run.path.glob("*.png")):
-                data = base64.b64encode(path.read_bytes()).decode()
-                text = html.escape(f"{one.name}: {path.stem.replace('_', ' ')}")
-                image = f'<img alt="{text}" src="data:image/png;base64,{data}">'
-                parts.append(f"<figure>{image}<figcaption>{text}</figcaption></figure>\n")
-    return "".join(parts)
+    return [
+        Picture(
+            f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}",
+            f"{one.name}: {path.stem.replace('_', ' ')}",
+        )
+        for one in experiments
+        for run in one.runs
+        for path in sorted(run.path.glob("*.png"))
+    ]
 
 
-def _settings(experiments: Sequence[Experiment]) -> str:
-    """What all runs have in common, and a table of what differs."""
-    runs = [one.runs[0] for one in experiments]
-    keys = list(dict.fromkeys(key for run in runs for key in run.settings if key != "seed"))
-    texts = {key: [_text(run.settings.get(key, "")) for run in runs] for key in keys}
-    apart = [key for key in keys if len(set(texts[key])) > 1]
-    rows = [[key, texts[key][0]] for key in keys if key not in apart]
-    seeds = [[one.name, " ".join(_text(run.settings.get("seed", "")) for run in one.runs)] for one in experiments]
-    parts = []
+def _settings(experiments: Sequence[Experiment]) -> list[Sheet | None]:
+    """A table of what differs, a column for every experiment, and one of what all have in common."""
+    settings = [unfolded(one.runs[0].settings) for one in experiments]
+    keys = list(dict.fromkeys(key for one in settings for key in one if key != "seed"))
+    apart = differing(settings)
+    texts = {key: [shown(one[key]) if key in one else "" for one in settings] for key in keys}
+    same = [[last_of(key) if "." not in key else key, texts[key][0]] for key in keys if len(set(texts[key])) == 1]
+    sheets: list[Sheet | None] = []
     if apart:
-        differing = [[one.name, *(texts[key][i] for key in apart)] for i, one in enumerate(experiments)]
-        parts.append(_table(Sheet("What differs", ["run", *apart], differing)))
-    parts.append(_table(Sheet("Seeds", ["run", "seeds"], seeds)))
-    if rows:
-        parts.append(_table(Sheet("The same in all runs", ["setting", "value"], rows)))
-    return "".join(parts)
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
+        rows = [[key, *texts[key]] for key in apart]
+        title = "What differs; - is a setting that the method does not have"
+        sheets.append(Sheet(title, ["setting", *(one.name for one in experiments)], rows, words=True))
+    seeds = [[one.name, " ".join(shown(run.settings.get("seed")) for run in one.runs)] for one in experiments]
+    sheets.append(Sheet("Seeds", ["run", "seeds"], seeds, words=True))
+    if same:
+        sheets.append(Sheet("The same in all runs", ["setting", "value"], same, words=True))
+    return sheets

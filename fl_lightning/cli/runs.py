@@ -14,6 +14,8 @@ import torch
 import yaml
 
 from fl_lightning.callbacks.record import FILE, read_record
+from fl_lightning.cli import naming
+from fl_lightning.cli.naming import REPEATED
 from fl_lightning.errors import FederationError
 from fl_lightning.measure import ACCURACY, Measure
 from fl_lightning.metrics import fairness_summary
@@ -21,8 +23,6 @@ from fl_lightning.papers.cells import RESULT
 from fl_lightning.pictures import Values
 
 Curve = tuple[list[int], list[float]]
-#: Settings that tell repetitions of one experiment apart, not experiments.
-REPEATED = ("seed",)
 #: What is read of the result of a cell.
 NEEDED = {"metrics", "rounds", "seconds", "engine", "bytes", "curves", "clients", "modes"}
 
@@ -233,23 +233,13 @@ def _hparams(folder: Path) -> dict[str, Any]:
 
 def _named(runs: list[Run]) -> list[Run]:
     """Runs called by method and by what else differs among runs of one method, else by their hashes or folders."""
-    differing = {key for run in runs for key in run.settings if _differs(key, runs)} - {"method", *REPEATED}
-    names = []
-    for run in runs:
-        same = [other for other in runs if other.settings.get("method") == run.settings.get("method")]
-        apart = [key for key in run.settings if key in differing and _differs(key, same)]
-        told = ", ".join(f"{key.rpartition('.')[2]}={run.settings[key]}" for key in apart)
-        method = run.settings.get("method")
-        names.append(f"{method} ({told})" if method and told else method or run.settings.get("run") or _short(run.path))
+    found = naming.names([run.settings for run in runs])
+    names = [name or run.settings.get("run") or _short(run.path) for name, run in zip(found, runs, strict=True)]
     unique = [
         f"{name} [{_short(run.path)}]" if _clash(i, names, runs) else name
         for i, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
     return [replace(run, name=name) for run, name in zip(runs, unique, strict=True)]
-
-
-def _differs(key: str, runs: Sequence[Run]) -> bool:
-    return len({str(run.settings.get(key)) for run in runs}) > 1
 
 
 def _clash(index: int, names: list[str], runs: list[Run]) -> bool:

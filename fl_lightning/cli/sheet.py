@@ -1,8 +1,7 @@
-"""A table that can be printed, read in Markdown, set in LaTeX and shown in a page."""
+"""A table that can be printed, read in Markdown and set in LaTeX."""
 
 from __future__ import annotations
 
-import html
 import math
 import statistics
 from collections.abc import Sequence
@@ -25,12 +24,14 @@ class Sheet:
         columns: headings.
         rows: texts, one per column.
         best: by column the row to be set in bold.
+        words: whether the other columns are words, not numbers.
     """
 
     title: str
     columns: list[str]
     rows: list[list[str]]
     best: dict[int, int] = field(default_factory=dict)
+    words: bool = False
 
     def rich(self) -> Table:
         """For the terminal."""
@@ -70,17 +71,6 @@ class Sheet:
             marked = (rf"\textbf{{{c}}}" if self.best.get(i) == number else c for i, c in enumerate(cells))
             lines.append(f"    {' & '.join(marked)} \\\\")
         return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}"]) + "\n"
-
-    def html(self) -> str:
-        """For the report."""
-        head = "".join(f"<th>{html.escape(column)}</th>" for column in self.columns)
-        body = ""
-        for number, row in enumerate(self.rows):
-            cells = [html.escape(cell) for cell in row]
-            marked = [f"<strong>{c}</strong>" if self.best.get(i) == number else c for i, c in enumerate(cells)]
-            rest = "".join(f"<td>{cell}</td>" for cell in marked[1:])
-            body += f'<tr><th scope="row">{marked[0]}</th>{rest}</tr>\n'
-        return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
 
 
 def latex_text(text: str) -> str:

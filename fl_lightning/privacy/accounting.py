@@ -10,15 +10,18 @@ makes:
 ``poisson``
     Every client takes part with probability q, for itself and in secret: (1 - q) N(0, z) + q N(1, z) against N(0, z).
 ``fixed``
-    A secret cohort of a fixed size, with probability q of a client to be in it. If a client is in the cohort another
-    is not, so that two such means differ by up to 2: for losses above 0 the bound is that of ``poisson`` with half
-    the noise (Balle et al., 2018), in both directions.
+    A secret cohort of a fixed size, with probability q of a client to be in it. With it the sum is up to 1 away from
+    that with nothing in its place, and up to 2 away from that of a cohort that has another client instead. By advanced
+    joint convexity (Balle et al., 2018), with D_d the divergence of two Gaussians that are d apart, alpha' =
+    1 + q (alpha - 1) and beta = alpha' / alpha, the divergence at alpha' >= 1 is q ((1 - beta) D_2(alpha) +
+    beta D_1(alpha)) at most of the sum with the client against the one without, and q D_1(alpha) the other way round.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -123,8 +126,7 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
     """Epsilon of one release of the Gaussian mechanism, exactly (Balle and Wang, 2018)."""
 
     def of(value: float) -> float:
-        left, right = 0.5 / noise - value * noise, -0.5 / noise - value * noise
-        return float(ndtr(left) - np.exp(value + log_ndtr(right)))
+        return float(_gaussian_delta(np.array(value), noise))
 
     low, high = 0.0, 1.0
     if of(0.0) <= delta:
@@ -135,6 +137,12 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if of(middle) > delta else (low, middle)
     return high
+
+
+def _gaussian_delta(epsilon: Array, noise: float) -> Array:
+    """Hockey-stick divergence of N(1, noise) and N(0, noise)."""
+    found: Array = ndtr(0.5 / noise - epsilon * noise) - np.exp(epsilon + log_ndtr(-0.5 / noise - epsilon * noise))
+    return np.maximum(found, 0.0)
 
 
 def _kind(one: Release) -> Kind:
@@ -158,7 +166,7 @@ def _loss(one: Release, removed: bool, step: float) -> LossDistribution:
         case "poisson":
             return _discrete(one.noise, one.rate, removed, step)
         case "fixed":
-            return _symmetric(_discrete(one.noise / 2, one.rate, True, step), step)
+            return _fixed(one.noise, one.rate, removed, step)
     raise FederationError(f"A release is gaussian, poisson or fixed, not {one.kind!r}.")
 
 
@@ -209,16 +217,39 @@ def _masses(places: Array, mean: float, noise: float) -> Array:
     return np.concatenate(([ndtr(z[0])], inner, [ndtr(-z[-1])]))
 
 
-def _symmetric(one: LossDistribution, step: float) -> LossDistribution:
-    """A pair that bounds both directions by the losses above 0 of one."""
-    losses = (one.first + np.arange(len(one.mass))) * step
-    above = losses > step / 2
-    top = one.mass[above]
-    mirrored = (top * np.exp(-losses[above]))[::-1]
-    gap = np.zeros(round(losses[above][0] / step) * 2 - 1)
-    gap[len(gap) // 2] = max(0.0, 1 - one.infinite - top.sum() - mirrored.sum())
-    last = one.first + len(one.mass) - 1
-    return LossDistribution(-last, np.concatenate((mirrored, gap, top)), one.infinite)
+@lru_cache(maxsize=8)
+def _fixed(noise: float, rate: float, removed: bool, step: float) -> LossDistribution:
+    """Losses of a pair that bounds a cohort of a fixed size, by its divergence at every point of the grid.
+
+    Between two of them the divergence is at most linear in e^loss, since it is convex, and so is its lower hull.
+    """
+    last = math.ceil(_loss_at(np.array([2.0 + 9.0 * noise]), noise / 2, rate)[0] / step)
+    losses = np.arange(1, last + 1) * step
+    alpha = 1 + np.expm1(losses) / rate
+    share, apart = np.exp(losses) / alpha, _gaussian_delta(np.log(alpha), noise)
+    there = rate * ((1 - share) * _gaussian_delta(np.log(alpha), noise / 2) + share * apart)
+    up, down = (there, rate * apart) if removed else (rate * apart, there)
+    middle = rate * _gaussian_delta(np.zeros(1), noise)  # beta is 1
+    below = -np.expm1(-losses) + np.exp(-losses) * down  # of the other direction, turned round
+    grid = np.concatenate((-losses[::-1], [0.0], losses))
+    return _of_divergences(grid, np.concatenate((below[::-1], middle, up)), -last)
+
+
+def _of_divergences(losses: Array, values: Array, first: int) -> LossDistribution:
+    """The losses of a pair with the lower convex hull of these divergences, as a function of e^loss, 1 at 0."""
+    x, y = np.concatenate(([0.0], np.exp(losses))), np.concatenate(([1.0], values))
+    kept: list[int] = []
+    for place in range(len(x)):
+        while len(kept) > 1 and (y[kept[-1]] - y[kept[-2]]) * (x[place] - x[kept[-2]]) >= (y[place] - y[kept[-2]]) * (
+            x[kept[-1]] - x[kept[-2]]
+        ):
+            kept.pop()
+        kept.append(place)
+    slopes = np.concatenate((np.diff(y[kept]) / np.diff(x[kept]), [0.0]))
+    mass = np.zeros(len(losses))
+    for place, change in zip(kept[1:], np.diff(slopes), strict=True):
+        mass[place - 1] = x[place] * change
+    return _trimmed(LossDistribution(first, np.maximum(mass, 0.0), float(values[-1])))
 
 
 def _trimmed(one: LossDistribution) -> LossDistribution:

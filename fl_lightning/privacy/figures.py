@@ -94,6 +94,29 @@ def budget_figure(points: Sequence[tuple[float, float, float]], attack: str = "a
     return figure
 
 
+def rules_figure(accuracies: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
+    """Accuracy under attack by rule: a row for each rule, a column for each attack, as numbers on colours.
+
+    Args:
+        accuracies: in percent, by rule and attack.
+        title: of the picture.
+    """
+    from matplotlib.figure import Figure
+
+    rules, attacks = [*accuracies], [*next(iter(accuracies.values()))]
+    figure = Figure(figsize=(0.9 * len(attacks) + 1.8, 0.36 * len(rules) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    values = [[accuracies[rule][attack] for attack in attacks] for rule in rules]
+    axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    for row, numbers in enumerate(values):
+        for column, value in enumerate(numbers):
+            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(attacks)), attacks, rotation=30, ha="right", fontsize=8)
+    axes.set_yticks(range(len(rules)), rules, fontsize=8)
+    axes.set_title(title or "accuracy under attack", fontsize=9)
+    return figure
+
+
 def show_figure(
     trainer: Trainer, name: str, make: Callable[[], Figure], step: int, folder: str | None = None
 ) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from fl_lightning import seeding
 from fl_lightning.metrics import total_variation
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.data import as_clients
+from fl_lightning.privacy.gradients import ToNet
 from fl_lightning.privacy.judge import Judge
 from fl_lightning.privacy.leakage import compare
 from fl_lightning.privacy.pixels import Pixels
@@ -23,6 +25,8 @@ from fl_lightning.privacy.views import View
 from fl_lightning.privacy.wiretap import Run
 from fl_lightning.wire import State, fast_copy
 
+#: A model: from inputs to scores by class, differentiable.
+Answer = Callable[[Tensor], Tensor]
 #: Training images of a class whose mean is what reconstructions are compared with.
 OF_A_CLASS = 100
 
@@ -47,41 +51,39 @@ class Inversion:
 
     def reconstruct(
         self,
-        module: FederatedModule,
-        states: Sequence[State],
+        models: Sequence[Answer],
         classes: Sequence[int],
-        pixels: Pixels,
+        shape: Sequence[int],
         rng: np.random.Generator,
+        to_net: ToNet = lambda images: images,
+        device: torch.device | str = "cpu",
     ) -> Tensor:
         """Images that models take for the classes: minimise CE(f(x), y) + variation TV(x) + norm ||x||^2.
 
         Args:
-            module: the method, for its net.
-            states: one or more models, whose losses are averaged.
+            models: one or more, such as modules in evaluation mode; their losses are averaged.
             classes: the classes.
-            pixels: the scale of the data.
+            shape: of an image, with channels first.
             rng: where the starts are drawn.
+            to_net: from pixels to the models' inputs.
+            device: of the models.
 
         Returns:
             Pixels in [0, 1], shape (classes, starts, ...).
         """
-        federation = pixels.federation
-        shape = (len(classes) * self.starts, *federation.inputs.shape[1:])
-        free = seeding.normal(rng, shape).to(federation.device).requires_grad_()
-        target = torch.tensor(classes, device=federation.device).repeat_interleave(self.starts)
-        models = [fast_copy(state) for state in states]
+        free = seeding.normal(rng, (len(classes) * self.starts, *shape)).to(device).requires_grad_()
+        target = torch.tensor(classes, device=device).repeat_interleave(self.starts)
         optimizer = torch.optim.Adam([free], self.rate)
         for _ in range(self.steps):
             images = torch.sigmoid(free)
             loss = self.variation * total_variation(images).sum() + self.norm * images.pow(2).sum()
-            x = pixels.to_net(images, module.compute_dtype)
+            x = to_net(images)
             for model in models:
-                logits = module.call(model, x, training=False)[0]
-                loss = loss + F.cross_entropy(logits, target, reduction="sum") / len(models)
+                loss = loss + F.cross_entropy(model(x), target, reduction="sum") / len(models)
             (free.grad,) = torch.autograd.grad(loss, free)
             optimizer.step()
         images = torch.sigmoid(free.detach())
-        return images.view(len(classes), self.starts, *shape[1:])
+        return images.view(len(classes), self.starts, *shape)
 
 
 class Reconstructed(NamedTuple):
@@ -144,7 +146,14 @@ def invert(
                 found = next(before, None)
                 if found is None:
                     rng = seeding.stream(module.seed, "attack.inversion", client=client)
-                    found = inversion.reconstruct(module, states, classes, pixels, rng)
+                    found = inversion.reconstruct(
+                        [partial(_answer, module, fast_copy(state)) for state in states],
+                        classes,
+                        federation.inputs.shape[1:],
+                        rng,
+                        partial(pixels.to_net, dtype=module.compute_dtype),
+                        federation.device,
+                    )
                     known.append((states, found))
                 near = means[:, None].expand_as(found)
                 judged = judge.share(found.flatten(0, 1), original, inversion.starts)
@@ -153,6 +162,10 @@ def invert(
                 rows.append({**how, **where, **scores})
                 images.append(Reconstructed(client, view.name, assumption, original, found.cpu(), means.cpu()))
     return rows, images
+
+
+def _answer(module: FederatedModule, state: State, x: Tensor) -> Tensor:
+    return module.call(state, x, training=False)[0]
 
 
 def _baselines(pixels: Pixels, rows: Tensor, classes: Sequence[int]) -> dict[str, Tensor]:

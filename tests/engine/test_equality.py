@@ -267,6 +267,7 @@ def test_seldom_seen_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> No
     assert (traces(0), traces(20), traces(21)) == (1, 1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledEngine, "worth", 5)  # of two clients' two steps, one has ten in two rounds

@@ -266,6 +266,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a stopped process ends with its parent on Linux alone")
 def test_nothing_is_left_of_a_run_that_is_killed_while_a_worker_is_stopped(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.papers import tables as tables_module
 from fl_lightning.papers.tables import config_hash, config_of, line_name, scale_of, select, table, tables
 
 
+@pytest.mark.slow
 def test_every_different_part_of_a_run_of_every_table_parses() -> None:
     class Parsed(FederatedCLI):
         def instantiate_classes(self) -> None:

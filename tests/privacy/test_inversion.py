@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -13,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fl_lightning.callbacks import ModelInversionCallback
 from fl_lightning.callbacks.attacks import ALL_VIEWS, ViewName
+from fl_lightning.callbacks.inversion import TRIED
 from fl_lightning.datamodules import IID, ConceptShift, TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg
@@ -101,6 +103,72 @@ def test_a_linear_model_shows_its_classes(tmp_path: Path) -> None:
     (tmp_path / "other.pt").write_text("no")
     with pytest.raises(FederationError, match="holds no classifier for this data"):
         Judge.trained(method.federation, seed=5, path=str(tmp_path / "other.pt"))
+
+
+def softmax_regression() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """An ordinary model of the stripes, trained by plain PyTorch, and its pixels and labels."""
+    federation = stripes().federation
+    x, y = Pixels.of(federation).of_rows(torch.arange(120)), federation.targets[:120]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(SIDE * SIDE, 3))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model.eval().requires_grad_(False), x, y
+
+
+def test_an_ordinary_model_is_inverted_as_well_as_by_others() -> None:
+    """Gradient descent on the plain loss (Fredrikson et al., 2015), written out, with as many steps, shows less."""
+    model, x, y = softmax_regression()
+    means = torch.stack([x[y == c].mean(0) for c in range(3)])
+    found = Inversion(steps=150, starts=1).reconstruct([model], [0, 1, 2], (1, SIDE, SIDE), np.random.default_rng(0))
+    assert found.shape == (3, 1, 1, SIDE, SIDE)
+    plain = torch.zeros(3, 1, SIDE, SIDE).requires_grad_()
+    for _ in range(150):
+        cost = 1 - model(plain).softmax(1).diagonal().sum()
+        (gradient,) = torch.autograd.grad(cost, plain)
+        plain = (plain - 0.1 * gradient).clamp(0, 1).detach().requires_grad_()
+    ours, theirs = psnr(found[:, 0], means), psnr(plain, means)
+    assert float(ours.mean()) > float(theirs.mean())
+    assert model(found[:, 0]).argmax(1).tolist() == [0, 1, 2]
+
+
+def test_inversion_is_as_strong_as_the_toolbox() -> None:
+    pytest.importorskip("art", reason="adversarial-robustness-toolbox is not installed: pip install '.[oracle]'")
+    from art.attacks.inference.model_inversion import MIFace
+    from art.estimators.classification import PyTorchClassifier
+
+    model, x, y = softmax_regression()
+    means = torch.stack([x[y == c].mean(0) for c in range(3)])
+    estimator = PyTorchClassifier(model, torch.nn.CrossEntropyLoss(), (1, SIDE, SIDE), 3, clip_values=(0.0, 1.0))
+    theirs = MIFace(estimator, max_iter=150, threshold=1.0, verbose=False).infer(None, np.arange(3))
+    ours = Inversion(steps=150, starts=1).reconstruct([model], [0, 1, 2], (1, SIDE, SIDE), np.random.default_rng(0))
+    assert float(psnr(ours[:, 0], means).mean()) > float(psnr(torch.from_numpy(theirs), means).mean())
+
+
+def test_the_prior_is_chosen_on_a_federation_of_the_adversarys_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    callback = ModelInversionCallback(["outsider"], 40, 1, variation=None, judge_epochs=1, folder=str(tmp_path))
+    method = FedAvg(MLP(SIDE * SIDE, (), 3), lr=0.01, epochs=2, engine="stacked")
+    fit(method, stripes(600), 2, callbacks=[callback], precision="32-true")
+    assert callback.report is not None
+    chosen = callback.report.notes["weight of the total variation"]
+    assert chosen in TRIED
+    psnrs = {}
+    for weight in TRIED:
+        torch.manual_seed(0)
+        other = ModelInversionCallback(["outsider"], 40, 1, variation=weight, judge_epochs=1, folder=str(tmp_path))
+        fresh = FedAvg(MLP(SIDE * SIDE, (), 3), lr=0.01, epochs=2, engine="stacked")
+        fit(fresh, stripes(600), 2, callbacks=[other], precision="32-true")
+        psnrs[weight] = other.report.strongest(view="outsider")["psnr"]  # type: ignore[union-attr, index]
+    assert psnrs[chosen] > max(psnrs.values()) - 0.5
+    assert psnrs[chosen] > min(psnrs.values()) + 0.5
+    blind = trainer(callbacks=[ModelInversionCallback(["outsider"], 5, 1, variation=None)], precision="32-true")
+    with pytest.raises(FederationError, match=r"How the run began is not known.*a number as variation"):
+        blind.test(method, datamodule=stripes(), verbose=False)
 
 
 def test_own_labellings_are_translated_and_nothing_changes(tmp_path: Path) -> None:

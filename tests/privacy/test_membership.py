@@ -37,6 +37,7 @@ def attacked() -> tuple[FedAvg, MembershipInferenceCallback, Report]:
     return method, callback, callback.report
 
 
+@pytest.mark.slow
 def test_an_overfitted_target_is_found_out() -> None:
     _, _, report = attacked()
     assert report.views() == ["outsider", "server", "other_client", "insider"]
@@ -69,6 +70,7 @@ def test_the_global_model_of_a_federation_is_one_shadow() -> None:
     assert 0.5 < scores["accuracy"] < 1
 
 
+@pytest.mark.slow
 def test_online_attacks_and_raw_scores(tmp_path: Path) -> None:
     callback = MembershipInferenceCallback(["outsider"], online=True, clients=2, folder=str(tmp_path))
     fit(FedAvg(net(), **RECIPE), noise(), ROUNDS, callbacks=[callback])
@@ -82,6 +84,7 @@ def test_online_attacks_and_raw_scores(tmp_path: Path) -> None:
     assert (tmp_path / "membership_outsider.png").exists()
 
 
+@pytest.mark.slow
 def test_an_untrained_target_gives_chance() -> None:
     """The shadows are as well trained as ever; the target has seen nothing."""
     target, data = FedAvg(net(seed=1), **{**RECIPE, "lr": 0.0}), noise()
