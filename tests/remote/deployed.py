@@ -1,0 +1,89 @@
+"""Golden cases over Flower: a real superlink with TLS, supernodes with keys, a ClientApp process for every message.
+
+The sites' workers are threads of this process, each with a method, data and a folder of its own, so that one federation
+serves all cases; in ``test_commands.py`` they are processes: ``fl-lightning serve`` and ``join``.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from fl_lightning.flower.bridge import GridTransport
+from fl_lightning.flower.keys import node_keys, server_keys
+from fl_lightning.flower.sockets import socket_path
+from fl_lightning.flower.superlink import Superlink
+from fl_lightning.remote import RemoteClients, Site, SiteData
+from tests.flower import federations
+from tests.golden import cases
+from tests.remote.sites import network
+from tests.support import fit
+
+
+class Deployed:
+    """A superlink and as many sites as the golden cases have clients; used in a ``with``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.sites = folder, dict[str, Site]()
+
+    def __enter__(self) -> Self:
+        keys = server_keys(self.folder / "server" / "keys")
+        self.link = Superlink(self.folder / "server", port=federations.free_port(), keys=keys)
+        self.link.start()
+        self.nodes = []
+        for client in range(len(cases.SIZES)):
+            home = self.folder / f"site-{client}"
+            key = node_keys(home)
+            self.link.register(key.public, f"node-{client}")
+
+            def answer(request: bytes, name: str = f"node-{client}") -> bytes:
+                return self.sites[name].answer(request)
+
+            self.nodes.append(federations.Site(home, self.link.address, key.private, keys.authority, answer))
+        path = socket_path(self.folder / "server", "server")
+        self.transport = GridTransport(path, lambda: self.link.submit(path))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.transport.close()
+        for node in self.nodes:
+            node.stop()
+        self.link.stop()
+
+    def run(self, case: cases.Case, net: str, policy: str) -> Any:
+        """The case over Flower; what clients keep lies in the folder under its name."""
+        torch.manual_seed(0)
+
+        def make() -> Any:
+            return case.make(net, policy, "sequential")
+
+        own = self.folder / f"{case.name}-{net}-{policy}-{time.time_ns()}"
+        self.sites = network(make, cases.data(case).federation, own)
+        server = make().double()
+        remote = RemoteClients(server, self.transport, len(cases.SIZES), patience=300.0)
+        server.exchange = remote
+        fit(server, SiteData(remote, case.fraction, seed=0), cases.ROUNDS)
+        return server
+
+    def same(self, server: Any, case: cases.Case, net: str, policy: str) -> dict[str, bool]:
+        """Whether weights, what clients keep and scores are the simulation's, bit for bit."""
+        expected = cases.parts(method := cases.run(case, net, policy, "sequential"))
+        private = {}
+        for number, version in server.exchange.versions.items():
+            shot = self.sites[f"node-{server.client_of(number)}"].store.load(number, version)
+            private |= {f"{number}.{name}": value for name, value in shot.private.items()}
+            private[f"{number}.counters"] = torch.tensor([shot.rounds, shot.steps, shot.last_round])
+        return {
+            "weights": _equal(dict(server.state_dict()), expected["server"]),
+            "private": _equal(private, expected["private"]),
+            "scores": _equal(server.evaluator.scores, method.evaluator.scores),
+        }
+
+
+def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(value.nan_to_num(9e9), right[name].nan_to_num(9e9)) for name, value in left.items()
+    )
