@@ -70,11 +70,11 @@ def _choices() -> dict[str, list[str]]:
 
 def _options(command: str, choices: dict[str, list[str]]) -> list[str]:
     """The options of a command."""
-    from fl_lightning.cli import compare, partition, reproduce
+    from fl_lightning.cli import board, compare, partition, reproduce
 
     if command in LIGHTNING:
         return sorted({*_lightning(command), *_class_options("--model", choices), *_class_options("--data", choices)})
-    parsers = {"reproduce": reproduce, "compare": compare, "partition": partition}
+    parsers = {"board": board, "reproduce": reproduce, "compare": compare, "partition": partition}
     if command == "completion":
         return list(SHELLS)
     if command not in parsers:
