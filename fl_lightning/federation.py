@@ -186,6 +186,24 @@ class Federation:
         """Number of clients."""
         return len(self.train)
 
+    def groups(self, key: str) -> tuple[Tensor, list[str]]:
+        """Every client's group by an entry of ``meta``, and the groups' names; both are empty where there is none.
+
+        Groups are numbered in the order of their values. Of two the larger is the majority, the first of equal ones.
+
+        Example:
+            >>> index, samples = ClientIndex.of([torch.tensor([i]) for i in range(3)]), torch.zeros(3)
+            >>> Federation(samples, samples.long(), index, index, 1, meta={"mode": [1, 0, 1]}).groups("mode")
+            (tensor([1, 0, 1]), ['minority', 'majority'])
+        """
+        values = [v if isinstance(v, int | float | str) else str(v) for v in self.meta.get(key, ())]
+        distinct = sorted(set(values), key=lambda value: (isinstance(value, str), value))
+        groups = torch.tensor([distinct.index(value) for value in values], dtype=torch.int64)
+        if len(distinct) != 2:
+            return groups, [f"{key}_{value}" for value in distinct]
+        first, second = torch.bincount(groups).tolist()
+        return groups, ["majority", "minority"] if first >= second else ["minority", "majority"]
+
     def number_of(self, client: int) -> int:
         """The number of a client in the whole federation."""
         return client if self.numbers is None else self.numbers[client]

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -19,18 +19,16 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from fl_lightning import seeding
 from fl_lightning.callbacks.base import FederatedCallback, Several
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
-from fl_lightning.callbacks.fairness import client_groups
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.report import Report
-from fl_lightning.privacy.views import make_views
+from fl_lightning.privacy.views import VIEWS, make_views
 from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, intercept
 from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message, State
 
-ViewName = Literal["outsider", "server", "other_client", "insider", "sums", "colluding"]
 #: Those of every run; ``sums`` and ``colluding`` are for secure aggregation.
-ALL_VIEWS: tuple[ViewName, ...] = ("outsider", "server", "other_client", "insider")
+ALL_VIEWS = tuple(name for name, view in VIEWS.items() if not view.sums)
 
 
 class AttackCallback(Several, FederatedCallback):
@@ -65,7 +63,7 @@ class AttackCallback(Several, FederatedCallback):
 
     def __init__(
         self,
-        views: Sequence[ViewName] = ALL_VIEWS,
+        views: Sequence[str] = ALL_VIEWS,
         clients: int | None = 10,
         every: int | None = None,
         memory: int = 3,
@@ -126,7 +124,8 @@ class AttackCallback(Several, FederatedCallback):
         self._trained = pl_module.completed_rounds > 0
         if not self._trained or pl_module is not self._module:
             self._begin(pl_module)
-        self._groups = client_groups(pl_module.federation, self.group)
+        groups, names = pl_module.federation.groups(self.group)
+        self._groups = {client: names[group] for client, group in enumerate(groups.tolist())}
 
     def _begin(self, module: FederatedModule) -> None:
         """Keep the method as it is; that is how a run began if it has no rounds behind it."""

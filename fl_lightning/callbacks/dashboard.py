@@ -1,14 +1,15 @@
-"""A TensorBoard dashboard of a federated run: pages, histograms over clients, pictures, sortable settings."""
+"""The dashboard of a federated run, in TensorBoard and other loggers: pages, histograms, pictures, settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from torch import Tensor
 
 from fl_lightning import pictures, seeding
@@ -28,6 +29,8 @@ COMMON = ("clients", "data.fraction", "rounds", "lr", "epochs", "batch_size")
 FIRST = ("method", "data", "partition", "net", "seed")
 #: Metrics of that table, where they are logged; ``acc`` is the metric that counts.
 METRICS = ("acc", "acc_worst10", "acc_majority", "acc_minority", "gap", "variance", "jain")
+#: More clients than this are dots without a number on the map.
+NAMED = 40
 #: Numbers that are kept of a client's update, whatever the size of the model.
 SKETCH = 256
 
@@ -42,6 +45,9 @@ class Dashboard(Callback):
       the pictures of every callback that has a method ``dashboard_figures(trainer, module)`` which returns figures by
       name.
     - **HParams**: settings and last metrics, so that runs can be sorted.
+
+    Other loggers get the settings as hyperparameters (method, net and data among them) and the pictures: Weights &
+    Biases as images, MLflow as artifacts, the CSV logger and others with a folder as files in ``pictures/`` there.
 
     It adds five numbers to the log: ``val/acc_low``, ``val/acc_median`` and ``val/acc_high`` (the clients' first, fifth
     and ninth decile; ``acc`` is the task's headline metric), ``comm/up_total`` and ``comm/down_total``. Training is not
@@ -77,13 +83,17 @@ class Dashboard(Callback):
         """Show the partition."""
         self._layout, self._session = {}, False
         draw = getattr(trainer.datamodule, "picture", None)  # type: ignore[attr-defined]
-        if callable(draw) and _loggers(trainer):
-            self._show(trainer, {"partition": draw()})
+        if callable(draw) and trainer.loggers:
+            with pictures.for_tiles():
+                self._show(trainer, {"partition": draw()})
+        for logger in trainer.loggers:
+            if not isinstance(logger, TensorBoardLogger):
+                logger.log_hyperparams(settings_of(trainer, pl_module))
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """Note how far and in which direction every client wants to go."""
         module: Any = pl_module
-        if not _loggers(trainer) or not messages:
+        if not trainer.loggers or not messages:
             return
         state = module.server_state()
         updates = {message.client: _update(message.tensors, state) for message in messages}
@@ -138,14 +148,18 @@ class Dashboard(Callback):
 
     def figures(self, trainer: Trainer, module: Any) -> dict[str, Figure]:
         """The pictures by name: clients by round, the map of the clients, and those of the other callbacks."""
-        if not _loggers(trainer):
+        if not trainer.loggers:
             return {}
+        with pictures.for_tiles():
+            return self._figures(trainer, module)
+
+    def _figures(self, trainer: Trainer, module: Any) -> dict[str, Figure]:
         rounds, scores = self.history.table()
         measure, found = module.task.measure, dict[str, Any]()
         if rounds:
             title = f"{measure.title} of every client"
             found[f"clients/{measure.title}_by_round"] = pictures.heat_map(
-                rounds, scores.double().numpy(), title, measure
+                [round + 1 for round in rounds], scores.double().numpy(), title, measure
             )
         if self.tsne and len(self.sketches) > 3:
             found["clients/tsne_of_updates"] = self._map(module)
@@ -162,7 +176,7 @@ class Dashboard(Callback):
         labels = (
             ["clients"] * len(clients) if groups is None else [f"mode {groups[module.client_of(c)]}" for c in clients]
         )
-        names = [str(client) for client in clients] if len(clients) <= 100 else ()
+        names = [str(client) for client in clients] if len(clients) <= NAMED else ()
         return pictures.scatter(points, labels, "t-SNE of the clients' last updates", names)
 
     def _lay_out(self, trainer: Trainer, module: Any) -> None:
@@ -192,9 +206,8 @@ class Dashboard(Callback):
 
     def _show(self, trainer: Trainer, figures: Mapping[str, Figure]) -> None:
         for name, figure in figures.items():
-            image = pictures.pixels(figure)
-            for logger in _loggers(trainer):
-                logger.experiment.add_image(name, image, _step(trainer), dataformats="HWC")
+            for logger in trainer.loggers:
+                _show(logger, name, figure, _step(trainer))
 
     def _histogram(self, trainer: Trainer, name: str, values: Tensor) -> None:
         finite = values[values.isfinite()]
@@ -271,6 +284,20 @@ def _sketched(updates: Mapping[int, Tensor], seed: int) -> dict[int, Tensor]:
         place, sign = buckets[size]
         found[client] = torch.zeros(SKETCH, dtype=update.dtype).index_add_(0, place, sign * update)
     return found
+
+
+def _show(logger: Any, name: str, figure: Figure, step: int) -> None:
+    """Give a picture to a logger, in the way that it takes pictures, else as a file in its folder."""
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_image(name, pictures.pixels(figure), step, dataformats="HWC")
+    elif hasattr(logger, "log_image"):  # Weights & Biases and those that do as it does
+        logger.log_image(key=name, images=[pictures.pixels(figure)], step=step)
+    elif isinstance(logger, MLFlowLogger):
+        logger.experiment.log_figure(logger.run_id, figure, f"pictures/{name}-{step}.png")
+    elif (folder := logger.log_dir or logger.save_dir) is not None:
+        path = Path(folder) / "pictures" / f"{name}-{step}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
 
 
 def _loggers(trainer: Trainer) -> list[Any]:

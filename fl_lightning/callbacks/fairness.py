@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fl_lightning.callbacks.base import Several
 from fl_lightning.errors import FederationError
-from fl_lightning.federation import Federation, Split
-from fl_lightning.metrics import ACCURACY, Measure, fairness_summary, group_means, majority_minority
+from fl_lightning.federation import Split
+from fl_lightning.metrics import ACCURACY, Measure, fairness_summary, group_means
 from fl_lightning.metrics.fairness import corrected_variance, corrected_worst_decile, fairness_intervals, scored
 from fl_lightning.module import FederatedModule
 
@@ -82,8 +82,8 @@ class FairnessCallback(Several):
         if federation is None:
             self._groups, self._names = None, []
             return
-        meta = federation.meta.get(self.group)
-        self._groups, self._names = (None, []) if meta is None else _grouped(meta, self.group)
+        groups, self._names = federation.groups(self.group)
+        self._groups = groups if self._names else None
         self._local = _local_accuracies(self.local, federation.num_clients)
         if "val" in self._local and federation.val is None:  # then both splits are the same samples
             self._local.setdefault("test", self._local["val"])
@@ -244,26 +244,6 @@ class GroupTally:
         order = total[seen].sort(descending=True, stable=True).indices
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         return rank, [f"group_{int(number)}" for number in seen[order]]
-
-
-def client_groups(federation: Federation, key: str) -> dict[int, str]:
-    """The name of every client's group; none where the federation's ``meta`` does not have the key."""
-    meta = federation.meta.get(key)
-    if meta is None:
-        return {}
-    groups, names = _grouped(meta, key)
-    return {client: names[group] for client, group in enumerate(groups.tolist())}
-
-
-def _grouped(meta: Sequence[Any], key: str) -> tuple[Tensor, list[str]]:
-    """Every client's group, numbered in the order of their values, and the groups' names."""
-    values = [value if isinstance(value, int | float | str) else str(value) for value in meta]
-    distinct = sorted(set(values), key=lambda value: (isinstance(value, str), value))
-    groups = torch.tensor([distinct.index(value) for value in values])
-    if len(distinct) == 2:
-        majority, _ = majority_minority(groups)
-        return groups, ["majority", "minority"] if majority == 0 else ["minority", "majority"]
-    return groups, [f"{key}_{value}" for value in distinct]
 
 
 def _local_accuracies(local: list[float] | str | None, clients: int) -> dict[str, Tensor]:

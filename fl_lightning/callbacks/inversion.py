@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Trainer
 
-from fl_lightning.callbacks.attacks import ALL_VIEWS, AttackCallback, ViewName
+from fl_lightning.callbacks.attacks import ALL_VIEWS, AttackCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.data import attack_data, deal_shadows
 from fl_lightning.privacy.figures import images_figure, show_figure
@@ -66,7 +66,7 @@ class ModelInversionCallback(AttackCallback):
 
     def __init__(
         self,
-        views: Sequence[ViewName] = ALL_VIEWS,
+        views: Sequence[str] = ALL_VIEWS,
         steps: int = 500,
         starts: int = 10,
         rate: float = 0.1,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Trainer
 
-from fl_lightning.callbacks.attacks import AttackCallback, ViewName
+from fl_lightning.callbacks.attacks import AttackCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.metrics import psnr
 from fl_lightning.privacy.data import attack_data
@@ -60,7 +60,7 @@ class GradientLeakageCallback(AttackCallback):
 
     def __init__(
         self,
-        views: Sequence[ViewName] = ("outsider", "server", "insider"),
+        views: Sequence[str] = ("outsider", "server", "insider"),
         batch: int = 1,
         steps: int = 500,
         starts: int = 1,

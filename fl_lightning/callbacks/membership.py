@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fl_lightning.callbacks.attacks import ALL_VIEWS, AttackCallback, ViewName
+from fl_lightning.callbacks.attacks import ALL_VIEWS, AttackCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.data import AttackData, attack_data, deal_shadows
@@ -66,7 +66,7 @@ class MembershipInferenceCallback(AttackCallback):
 
     def __init__(
         self,
-        views: Sequence[ViewName] = ALL_VIEWS,
+        views: Sequence[str] = ALL_VIEWS,
         shadows: int = 4,
         samples: int = 1000,
         shadow_start: Literal["initial", "current"] = "initial",

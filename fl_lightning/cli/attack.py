@@ -41,9 +41,7 @@ class AttackCLI(FederatedCLI):
         super().add_arguments_to_parser(parser)
         parser.add_argument("--ckpt_path", type=str | None, help="the checkpoint of the run that is attacked")
         parser.add_argument("--weights_only", type=bool | None, help="how it is read, as in the configuration of a fit")
-        parser.add_argument(
-            "--attack", type=Literal["membership", "inversion", "leakage"], default="membership", help="which attack"
-        )
+        parser.add_argument("--attack", type=Literal[tuple(ATTACKS)], default=next(iter(ATTACKS)), help="which attack")
         parser.add_argument(
             "--view", type=str, nargs="+", help=f"the adversaries, of {', '.join(VIEWS)}; all unless given"
         )

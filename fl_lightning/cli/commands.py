@@ -32,6 +32,7 @@ COMMANDS = {
     "attack": Command("fl_lightning.cli.attack", "carry out a privacy attack on a checkpoint"),
     "reproduce": Command("fl_lightning.cli.reproduce", "run a published table, put the results beside it"),
     "compare": Command("fl_lightning.cli.compare", "put finished runs side by side, write a report"),
+    "board": Command("fl_lightning.cli.board", "start TensorBoard, runs named by what differs"),
     "partition": Command("fl_lightning.cli.partition", "build a partition, show it, write its manifest"),
     "methods": Command("fl_lightning.cli.lists", "list all methods, one line each"),
     "partitions": Command("fl_lightning.cli.lists", "list all partitions, one line each"),

@@ -5,12 +5,12 @@ The script is made once from the parsers and the package's exports, so that a co
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from fl_lightning.errors import FederationError
 
 SHELLS = ("bash", "zsh")
-LIGHTNING = ("fit", "validate", "test", "predict")
 HELP = """usage: fl-lightning completion {bash,zsh}
 
 Prints a script that completes commands, options and names:
@@ -70,16 +70,16 @@ def _choices() -> dict[str, list[str]]:
 
 def _options(command: str, choices: dict[str, list[str]]) -> list[str]:
     """The options of a command."""
-    from fl_lightning.cli import compare, partition, reproduce
+    from fl_lightning.cli.commands import COMMANDS
 
-    if command in LIGHTNING:
+    module = importlib.import_module(COMMANDS[command].module)
+    if COMMANDS[command].module == COMMANDS["fit"].module:
         return sorted({*_lightning(command), *_class_options("--model", choices), *_class_options("--data", choices)})
-    parsers = {"reproduce": reproduce, "compare": compare, "partition": partition}
     if command == "completion":
         return list(SHELLS)
-    if command not in parsers:
+    if not hasattr(module, "build_parser"):
         return ["--help"]
-    found = _strings(parsers[command].build_parser())
+    found = _strings(module.build_parser())
     return sorted({*found, *(_class_options("--data", choices) if command == "partition" else [])})
 
 

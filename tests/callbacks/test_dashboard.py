@@ -11,13 +11,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from fl_lightning import pictures
 from fl_lightning.callbacks import Dashboard, FactorsCallback, FairnessCallback, MembershipInferenceCallback, RunRecord
 from fl_lightning.callbacks.dashboard import SKETCH, _sketched
+from fl_lightning.cli.board import link
+from fl_lightning.cli.runs import find
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, Local, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
@@ -181,3 +183,60 @@ def test_other_modules_and_settings_are_refused() -> None:
         Dashboard(images_every=-1)
     with pytest.raises(FederationError, match="needs a federated method"):
         Dashboard().setup(Trainer(logger=False), LightningModule(), "fit")
+
+
+def test_other_loggers_get_settings_and_pictures(tmp_path: Path) -> None:
+    class Images(Logger):
+        """Takes pictures as Weights & Biases does."""
+
+        name, version = "images", 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.taken: dict[str, Any] = {}
+            self.params: dict[str, Any] = {}
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
+
+        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+            self.params |= dict(params)
+
+        def log_image(self, key: str, images: list[Any], step: int | None = None) -> None:
+            self.taken[key] = images[0].shape
+
+    images, files = Images(), CSVLogger(tmp_path)
+    run(tmp_path, FedAvg(mlp(), lr=0.1, engine="stacked"), Dashboard(), logger=[images, files])
+    assert images.params["method"] == "FedAvg"
+    assert (images.params["net"], images.params["data"]) == ("MLP", "TensorFederation")
+    assert {"partition", "clients/accuracy_by_round", "clients/tsne_of_updates"} <= images.taken.keys()
+    assert all(shape[2] == 3 for shape in images.taken.values())
+    folder = Path(files.log_dir)
+    assert {"partition-0.png", "accuracy_by_round-2.png"} <= {path.name for path in folder.rglob("pictures/**/*.png")}
+    assert "method: FedAvg" in (folder / "hparams.yaml").read_text()
+
+
+def test_the_board_names_runs_by_what_differs(tmp_path: Path) -> None:
+    def made(name: str, seed: int, **settings: Any) -> None:
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        known = {"method": "FedAvg", "lr": 0.1, "seed": seed, **settings}
+        record = {
+            "format": 1,
+            "settings": known,
+            "rounds": 0,
+            "seconds": 0.0,
+            "steps": 0,
+            "engine": None,
+            "bytes": None,
+        }
+        more = {"parameters": 1, "curves": {}, "clients": {"rounds": [], "accuracy": []}, "groups": {}}
+        (tmp_path / "runs" / name / "run.json").write_text(json.dumps(record | more))
+
+    made("a", 0)
+    made("b", 1)
+    made("c", 1, lr=0.5)
+    made("d", 1, lr=0.5)
+    (folder := tmp_path / "links").mkdir()
+    names = link(find([str(tmp_path / "runs")]), folder)
+    assert names[:2] == ["FedAvg (lr=0.1), seed 0", "FedAvg (lr=0.1), seed 1"]
+    assert len(set(names)) == 4
+    assert sorted(path.resolve().name for path in folder.iterdir()) == ["a", "b", "c", "d"]

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.callbacks import ModelInversionCallback
-from fl_lightning.callbacks.attacks import ALL_VIEWS, ViewName
+from fl_lightning.callbacks.attacks import ALL_VIEWS
 from fl_lightning.callbacks.inversion import TRIED
 from fl_lightning.datamodules import IID, ConceptShift, TensorFederation
 from fl_lightning.errors import FederationError
@@ -204,7 +204,7 @@ def test_adversaries_with_the_same_model_find_the_same(tmp_path: Path, monkeypat
     reconstruct = Inversion.reconstruct
     monkeypatch.setattr(Inversion, "reconstruct", lambda *args: (made.append(1), reconstruct(*args))[1])
 
-    def rows(*views: ViewName) -> dict[tuple[str, str], float]:
+    def rows(*views: str) -> dict[tuple[str, str], float]:
         torch.manual_seed(0)
         callback = ModelInversionCallback(views, 20, 2, judge_epochs=1, clients=1, memory=1, folder=str(tmp_path))
         method = FedAvg(MLP(SIDE * SIDE, (), 3), lr=0.01, engine="stacked")
