@@ -34,14 +34,16 @@ class Bridge:
         self.asked: dict[str, tuple[int, int, str]] = {}  # Flower's number of a message: ours, node, its activation
         self.online: dict[int, tuple[str, str]] = {}  # node: name, since when it is there
         self.told: dict[int, tuple[str, str]] | None = None
-        self.looked = 0.0
+        self.looked = self.heard = 0.0
 
     def serve(self) -> None:
         """Pass messages on until the training process is gone."""
         try:
             while True:
                 self.look()
-                if self.connection.poll(REPLIES if self.asked else NODES):
+                # Looks for replies cost the superlink: seldom where sites take long.
+                quiet = (time.monotonic() - self.heard) / 10
+                if self.connection.poll(min(max(quiet, REPLIES), NODES) if self.asked else NODES):
                     self.ask()
                 self.collect()
         except (EOFError, OSError):
@@ -65,6 +67,7 @@ class Bridge:
     def ask(self) -> None:
         """Push one message of the training process."""
         header, payload = receive(self.connection)
+        self.heard = time.monotonic()
         number, node = int(header["number"]), int(header["node"])
         message = Message(packed(payload), dst_node_id=node, message_type=MessageType.TRAIN, ttl=float(header["ttl"]))
         (pushed,) = list(self.grid.push_messages([message])) or [None]
@@ -76,6 +79,7 @@ class Bridge:
     def collect(self) -> None:
         """Pass on the replies that have come."""
         for reply in self.grid.pull_messages(list(self.asked)) if self.asked else ():
+            self.heard = time.monotonic()
             message = str(reply.metadata.reply_to_message_id)
             if message not in self.asked:
                 continue

@@ -94,17 +94,20 @@ class Site:
 class Federation:
     """A superlink, one registered site, and the transport to it."""
 
-    def __init__(self, folder, answer=lambda request: request[::-1]):
+    def __init__(self, folder, answer=lambda request: request[::-1], insecure=False):
         from fl_lightning.flower.keys import node_keys, server_keys
         from fl_lightning.flower.superlink import Superlink
 
         self.folder = folder
         self.keys = server_keys(folder / "server" / "keys")
         self.key = node_keys(folder / "a")
-        self.link = Superlink(folder / "server", port=free_port(), keys=self.keys)
+        self.link = Superlink(folder / "server", port=free_port(), keys=None if insecure else self.keys)
         self.link.start()
-        self.link.register(self.key.public, "hospital")
-        self.site = Site(folder / "a", self.link.address, self.key.private, self.keys.authority, answer)
+        if insecure:
+            self.site = Site(folder / "a", self.link.address, None, None, answer)
+        else:
+            self.link.register(self.key.public, "hospital")
+            self.site = Site(folder / "a", self.link.address, self.key.private, self.keys.authority, answer)
         path = socket_path(folder / "server", "server")
         self.transport = GridTransport(path, lambda: self.link.submit(path))
 

@@ -1,15 +1,46 @@
 """Real superlinks and supernodes on this machine, with encryption and keys of sites."""
 
+import ssl
+import urllib.error
+import urllib.request
+
 import pytest
 
 from fl_lightning.errors import FederationError
-from tests.flower.federations import Site, needs_flower, wait_for
+from tests.flower.federations import Federation, Site, needs_flower, wait_for
 
 pytestmark = needs_flower
 
 
 def test_a_message_there_and_back(federation):
     assert federation.ask(b"abc") == b"cba"
+    assert status(federation, "/v1/control/list-runs", "127.0.0.1") != 403
+    for path in ("/v1/control/list-runs", "/v1/control/register-node", "/v1/runtime/acquire-task", "/docs"):
+        assert status(federation, path, "10.1.2.3") == 403
+    assert status(federation, "/v1/fleet/pull-messages", "10.1.2.3") not in (200, 403)
+
+
+def status(federation, path, machine):
+    """What the superlink answers to a request that a proxy of this machine passes on for another one."""
+    request = urllib.request.Request(
+        f"https://{federation.link.address}{path}", b"", {"X-Forwarded-For": machine}, method="POST"
+    )
+    context = ssl.create_default_context(cafile=federation.keys.authority)
+    try:
+        with urllib.request.urlopen(request, context=context, timeout=20) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.slow
+def test_a_federation_without_encryption(tmp_path):
+    made = Federation(tmp_path, insecure=True)
+    wait_for(lambda: made.transport.present(), 120, "the site")
+    (name,) = made.transport.present()
+    assert name.isdigit()
+    assert dict(made.transport.post({name: b"abc"}, 60)) == {name: b"cba"}
+    made.stop()
 
 
 @pytest.mark.slow
