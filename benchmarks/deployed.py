@@ -1,6 +1,7 @@
 """Runs every method and variant over a real Flower federation on this machine and compares it with its simulation.
 
 python benchmarks/deployed.py [--only FedAvg SCAFFOLD] [--all]     the matrix: one net of each variant, or all of them
+python benchmarks/deployed.py --kills 20                           kill -9 of processes picked at random, of one run
 """
 
 from __future__ import annotations
@@ -8,12 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import random
+import signal
 import tempfile
 import time
 import warnings
+from collections import Counter
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
+from fl_lightning.cli import federation
 from fl_lightning.papers.environment import environment
+from tests.flower.federations import descendants
 from tests.golden import cases
 from tests.remote.deployed import Deployed
 
@@ -23,27 +32,96 @@ OUT = Path(__file__).with_suffix(".json")
 def matrix(names: list[str], every: bool) -> list[dict[str, object]]:
     """One row for each case."""
     rows: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory(prefix="fl-") as folder, Deployed(Path(folder)) as federation:
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder, Deployed(Path(folder)) as deployed:
         for case in cases.CASES:
             if case.name == "FedBPS-auto" or (names and case.name not in names):
                 continue
             for net, policy in list(case.runs())[: None if every else 1]:
                 began = time.perf_counter()
-                server = federation.run(case, net, policy)
+                server = deployed.run(case, net, policy)
                 seconds = time.perf_counter() - began
-                same = federation.same(server, case, net, policy)
+                same = deployed.same(server, case, net, policy)
                 rows.append({"case": case.name, "net": net, "policy": policy, **same, "seconds": round(seconds, 1)})
                 print(*rows[-1].values(), flush=True)
     return rows
+
+
+def chaos(kills: int, seed: int, clients: int = 3) -> dict[str, object]:
+    """A run of FedPer whose processes are killed with -9, one after the other; server and sites are started again."""
+    rng, said = random.Random(seed), Counter[str]()
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder:
+        home = Path(folder)
+        options = ["--config", "quickstart", "--model", "FedPer", "--trainer.max_epochs", str(2 * kills)]
+        config = federation.written(federation.FederationCLI(["federation", *options, "--clients", str(clients)]), home)
+        federation.make_keys(home, clients)
+        orders = federation.commands(config, home, clients, federation.free_port())
+        orders[0] += ["--ckpt_path", "last"]
+        began, recovered = time.perf_counter(), list[float]()
+        with ExitStack() as stack:
+            running = [stack.enter_context(federation.process(o, home / f"{i}.log")) for i, o in enumerate(orders)]
+            last = home / "server" / "checkpoints" / "last.ckpt"
+            wait_for_round(last, 0.0, running, orders, home, stack)
+            for _ in range(kills):
+                time.sleep(rng.uniform(0, 6))
+                if running[0].poll() == 0:
+                    break
+                victim, name = rng.choice(processes(running))
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+                killed = time.time()
+                said[name] += 1
+                wait_for_round(last, killed, running, orders, home, stack)
+                recovered.append(time.time() - killed)
+                print(f"killed {name}: next round after {recovered[-1]:.1f} s", flush=True)
+            while running[0].poll() is None:
+                restart(running, orders, home, stack)
+                time.sleep(0.2)
+        seconds = time.perf_counter() - began
+        shown = federation.compared(config, home, clients, 2 * kills)
+    return {"killed": dict(said), "seconds_to_next_round": recovered, "seconds": seconds, "result": str(shown.title)}
+
+
+def processes(running: list[Any]) -> list[tuple[int, str]]:
+    """Number and kind of every process of the federation."""
+    kinds = {one.pid: "server" if place == 0 else "site" for place, one in enumerate(running)}
+    return [*kinds.items(), *(item for pid in kinds for item in descendants(pid).items())]
+
+
+def restart(running: list[Any], orders: list[list[str]], home: Path, stack: ExitStack) -> None:
+    """Start what has ended again, as systemd would; a server that is through has ended for good."""
+    for place, one in enumerate(running):
+        if one.poll() not in (None, 0):
+            running[place] = stack.enter_context(federation.process(orders[place], home / f"{place}.log"))
+
+
+def wait_for_round(
+    path: Path, since: float, running: list[Any], orders: list[list[str]], home: Path, stack: Any
+) -> None:
+    """Wait until a checkpoint is newer than a moment, starting again what has ended."""
+    until = time.time() + 600
+    while not path.exists() or path.stat().st_mtime <= since:
+        if running[0].poll() == 0:
+            return
+        if time.time() > until:
+            raise SystemExit(f"No round within 600 s: {federation.last_line(home / '0.log')}")
+        restart(running, orders, home, stack)
+        time.sleep(0.2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="names of golden cases")
     parser.add_argument("--all", action="store_true", help="all nets and buffer policies")
+    parser.add_argument("--kills", type=int, default=0, help="processes that are killed")
+    parser.add_argument("--seed", type=int, default=0, help="decides which and when")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if given.kills:
+        found = {"environment": environment(), **chaos(given.kills, given.seed)}
+        print(json.dumps(found, indent=1))
+        OUT.with_name("deployed_kills.json").write_text(json.dumps(found, indent=1) + "\n")
+        return
     rows = matrix(given.only, given.all)
     equal = sum(all(row[part] for part in ("weights", "private", "scores")) for row in rows)
     print(f"{equal} of {len(rows)} equal bit for bit")

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     needed()
     cli = FederationCLI(argv)
     home = folder(cli.config["home"]).resolve()
-    path, rounds = _written(cli, home), int(cli.config["trainer"]["max_epochs"] or 0)
+    path, rounds = written(cli, home), int(cli.config["trainer"]["max_epochs"] or 0)
     if rounds < 1:
         raise FederationError("Say how many rounds: --trainer.max_epochs 5.")
     began = time.perf_counter()
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     print(f"Logs, keys and what each site keeps: {home}")
 
 
-def _written(cli: FederationCLI, home: Path) -> Path:
+def written(cli: FederationCLI, home: Path) -> Path:
     """The run's configuration in a file, with a training whose bits do not depend on who else trains."""
     rows, clients = cli.datamodule.federation.num_clients, int(cli.config["clients"])
     if not 1 <= clients <= rows:
@@ -87,28 +87,37 @@ def deployed(config: Path, home: Path, clients: int, insecure: bool = False) -> 
         clients: how many sites.
         insecure: without TLS and keys.
     """
-    port = free_port()
-    safe = ["--insecure"] if insecure else []
+    if not insecure:
+        make_keys(home, clients)
+    server, *sites = commands(config, home, clients, free_port(), insecure)
     with ExitStack() as stack:
-        sites = []
-        if not insecure:
-            _make_keys(home, clients)
-        serve = ["serve", "--config", str(config), "--clients", str(clients), "--home", str(home / "federation")]
-        server = stack.enter_context(
-            process([*serve, "--host", "127.0.0.1", "--port", str(port), *safe], home / "server.log")
-        )
-        for client in range(clients):
-            own = home / f"site-{client}"
-            trusted = safe or [
-                "--key", str(own / "site.key"), "--authority", str(home / "federation" / "keys" / "authority.pem")
-            ]  # fmt: skip
-            join = ["join", "--config", str(config), "--client", str(client), "--home", str(own), "--yes"]
-            join += ["--superlink", f"127.0.0.1:{port}", *trusted]
-            sites.append(stack.enter_context(process(join, home / f"site-{client}.log")))
-        _wait(server, sites, home)
+        serving = stack.enter_context(process(server, home / "server.log"))
+        joined = [stack.enter_context(process(one, home / f"site-{k}.log")) for k, one in enumerate(sites)]
+        _wait(serving, joined, home)
 
 
-def _make_keys(home: Path, clients: int) -> None:
+def commands(config: Path, home: Path, clients: int, port: int, insecure: bool = False) -> list[list[str]]:
+    """The arguments of the server's command and of every site's.
+
+    Args:
+        config: the run's configuration.
+        home: the folder that :func:`deployed` writes to.
+        clients: how many sites.
+        port: where the server listens.
+        insecure: without TLS and keys.
+    """
+    federation, safe = home / "federation", ["--insecure"] if insecure else []
+    serve = ["serve", "--config", str(config), "--clients", str(clients), "--home", str(federation), *safe]
+    found = [[*serve, "--host", "127.0.0.1", "--port", str(port)]]
+    for client in range(clients):
+        own = home / f"site-{client}"
+        keys = ["--key", str(own / "site.key"), "--authority", str(federation / "keys" / "authority.pem")]
+        join = ["join", "--config", str(config), "--client", str(client), "--home", str(own), "--yes"]
+        found.append([*join, "--superlink", f"127.0.0.1:{port}", *(safe or keys)])
+    return found
+
+
+def make_keys(home: Path, clients: int) -> None:
     """Make the server's certificate and the sites' keys, and hand over what each side needs of the other."""
     from fl_lightning.flower.keys import node_keys, server_keys
 
