@@ -184,7 +184,7 @@ class ClassifierAttackCallback(Several):
         one = None if first is None else rank_one(first)
         if one is not None:
             ends = torch.tensor(self.low).to(x), torch.tensor(self.high).to(x)
-            images["rank_one"] = in_range(one.direction, *ends)[:1].view_as(x)
+            images["rank_one"] = in_range(one.direction, *ends, one.error)[:1].view_as(x)
         near = {name: float(psnr(image, x, span).clamp(max=150.0)) for name, image in images.items()}
         best = max(near, key=lambda name: near[name])
         shown = (x - low) / span, (images[best] - low) / span

@@ -61,6 +61,21 @@ def test_without_a_bias_direction_and_pixel_range_give_the_sample(label: int) ->
     assert float(psnr(found[:1] * STD, x * STD)) > 110
 
 
+@pytest.mark.parametrize("noise", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_of_small_changes_hides_neither_scale_nor_sign(noise: float, seed: int) -> None:
+    """A confident model changes little, and much of the change is then rounding error of the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    x = digit(seed)
+    change = torch.outer(torch.randn(12, generator=generator), x[0])
+    change += noise * change.pow(2).mean().sqrt() * torch.randn(change.shape, generator=generator)
+    one = rank_one(change)
+    assert one is not None
+    assert one.error == pytest.approx(noise / 12**0.5, rel=0.3)
+    found = in_range(one.direction, LOW, HIGH, one.error)
+    assert float(psnr(found[:1] * STD, x * STD)) > -20 * np.log10(noise) + 10
+
+
 def test_factorised_layers_leak_by_their_right_factors_alone() -> None:
     torch.manual_seed(1)
     model, x = net(FactorizedLinear(64, 12, factors=7)), digit(3)
