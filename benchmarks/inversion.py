@@ -1,4 +1,4 @@
-"""Model inversion of FedAvg and WAFFLe with equal effort: the prior of each is chosen on a federation of the adversary's.
+"""Model inversion of FedAvg and WAFFLe with equal effort: each prior is chosen on a federation of the adversary's own.
 
     python benchmarks/inversion.py --rounds 10 --seeds 2
 
