@@ -153,7 +153,7 @@ def check_task(module: FederatedModule, federation: Federation) -> None:
     reason = module.needs_classes
     if reason is not None and not module.task.of_classes:
         raise FederationError(
-            f"{type(module).__name__} {reason}, and {type(module.task).__name__} has no classes: choose another method."
+            f"{type(module).__name__} {reason}, and {type(module.task).__name__} has no classes: choose another method or setting."
         )
 
 

@@ -71,6 +71,10 @@ class Task(ABC):
         """What the net's output predicts; what metrics take."""
         return self.scores(output)
 
+    def probabilities(self, output: Tensor) -> Tensor | None:
+        """How probable every class or label is, shape (n, classes), for tables of predictions; None if nothing says."""
+        return None
+
     def channels(self, output: Tensor) -> int:
         """How many numbers an output of a batch has in its dimension of classes."""
         return output.shape[1] if output.dim() > 1 else 1
@@ -160,6 +164,10 @@ class Classification(Task):
         """The class with the greatest score."""
         return output.argmax(1)
 
+    def probabilities(self, output: Tensor) -> Tensor:
+        """Softmax, in double precision."""
+        return output.double().softmax(1)
+
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse targets that are no class."""
         if target.dim() != 1 or target.is_floating_point():
@@ -195,6 +203,10 @@ class MultiLabel(Task):
     def predict(self, output: Tensor) -> Tensor:
         """Labels that are more probable than not."""
         return (output > 0).long()
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        """Of every label, in double precision."""
+        return output.double().sigmoid()
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse targets that are not 0 or 1."""

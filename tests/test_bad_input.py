@@ -115,7 +115,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
         lambda: trainer().fit(Plain(), Digits()),
         r"train federate\(Plain\(\.\.\.\)\), or Plain on Pooled",
     ),
-    ("predictions as pickle", lambda: PredictionWriter("a.pkl"), r"ends in \.csv or \.parquet, not a\.pkl"),
+    ("predictions as pickle", lambda: PredictionWriter("a.pkl"), r"ends in \.csv, \.parquet, \.npz, not a\.pkl"),
 ]
 
 
