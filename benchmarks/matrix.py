@@ -1,4 +1,4 @@
-"""Method by task by optimizer, all of them, two rounds each: ``python -m benchmarks.matrix [--engine stacked]``.
+"""Method by task by optimizer, all triples, two rounds each: ``PYTHONPATH=. python benchmarks/matrix.py [--engine stacked]``.
 
 Prints the table of docs/own-task.md and how many triples ran and were refused; fails where a triple does not do what
 its method's columns say, or where anything but a sentence comes out.

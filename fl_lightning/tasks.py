@@ -79,6 +79,10 @@ class Task(ABC):
         """How many numbers an output of a batch has in its dimension of classes."""
         return output.shape[1] if output.dim() > 1 else 1
 
+    def outputs(self, targets: Tensor) -> int:
+        """How many outputs a net for such targets has; one for every number of a sample."""
+        return targets.shape[1] if targets.dim() > 1 else 1
+
     def check(self, output: Tensor, target: Tensor) -> None:  # noqa: B027 - a task may take anything
         """Refuse targets that the task cannot have, and outputs that do not fit them, in a sentence.
 
@@ -167,6 +171,10 @@ class Classification(Task):
     def probabilities(self, output: Tensor) -> Tensor:
         """Softmax, in double precision."""
         return output.double().softmax(1)
+
+    def outputs(self, targets: Tensor) -> int:
+        """One for every class."""
+        return int(targets.max()) + 1
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse targets that are no class."""
@@ -281,6 +289,10 @@ class Segmentation(Task):
         """The class of every pixel."""
         return output.argmax(1)
 
+    def outputs(self, targets: Tensor) -> int:
+        """One for every class that counts."""
+        return _most(targets, self.ignore)
+
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse targets that are no masks."""
         if target.dim() < 2 or target.is_floating_point():
@@ -315,6 +327,10 @@ class NextToken(Task):
     def predict(self, output: Tensor) -> Tensor:
         """The most probable tokens."""
         return output.argmax(-1)
+
+    def outputs(self, targets: Tensor) -> int:
+        """One for every token that counts."""
+        return _most(targets, self.ignore)
 
     def channels(self, output: Tensor) -> int:
         """The number of tokens."""
@@ -386,6 +402,12 @@ def _one_of(name: str, value: str, allowed: Any) -> str:
     if value not in allowed:
         raise FederationError(f"{name} must be {', '.join(allowed)}, not {value!r}.")
     return value
+
+
+def _most(targets: Tensor, ignore: int | None) -> int:
+    """One more than the greatest class that counts."""
+    counted = targets if ignore is None else targets[targets != ignore]
+    return int(counted.max()) + 1 if len(counted) else 1
 
 
 def _tail(tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ from fl_lightning.module import FederatedModule
 from tests.matrix import METHODS, OPTIMIZERS, PLAIN, PROBLEMS, attempt
 from tests.support import mlp
 
-#: Every method with every task, and with every optimizer; ``python -m benchmarks.matrix`` runs all triples.
+#: Every method with every task, and with every optimizer; ``benchmarks/matrix.py`` runs all triples.
 CELLS = [
     (method, task, list(OPTIMIZERS)[(i + j) % len(OPTIMIZERS)])
     for i, method in enumerate(METHODS)

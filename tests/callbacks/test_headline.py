@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fl_lightning.callbacks import Dashboard, FairnessCallback, RunRecord
+from fl_lightning.callbacks import Dashboard, FairnessCallback, FederatedCheckpoint, RunRecord
 from fl_lightning.cli import main
-from fl_lightning.datamodules import TensorFederation
+from fl_lightning.datamodules import IID, TensorFederation
 from fl_lightning.measure import ACCURACY, Measure
 from fl_lightning.methods import FedAvg
 from fl_lightning.metrics import fairness_summary, worst_decile
@@ -115,6 +116,36 @@ def test_runs_are_compared_by_the_headline_metric(tmp_path: Path, monkeypatch: p
     report = Path("comparison/report.html").read_text()
     assert "How many clients end with which rmse" in report
     assert "accuracy" not in report.lower()
+
+
+@pytest.mark.parametrize("headline", ["rmse", "r2"])
+def test_the_best_round_is_that_of_the_headline_metric(headline: str, tmp_path: Path) -> None:
+    """Also after a resume, whatever way is better."""
+    values: list[float] = []
+
+    def run(rounds: int, **more: Any) -> FederatedCheckpoint:
+        best = FederatedCheckpoint(dirpath=tmp_path)
+        method = regression(lr=0.05, momentum=0.9)
+        method.task = Regression(headline=headline)
+        data = TensorFederation(sites().inputs, sites().targets, partition=IID(4), seed=0)
+        fit(method, data, rounds, callbacks=[best, Noted(f"val/{headline}", values)], **more)
+        return best
+
+    run(3, enable_checkpointing=True)
+    best = run(6, enable_checkpointing=True, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert best.monitor == f"val/{headline}"
+    assert len(values) == 6
+    assert float(best.best_model_score) == pytest.approx(min(values) if headline == "rmse" else max(values))
+
+
+class Noted(Callback):
+    """Notes a metric after every validation."""
+
+    def __init__(self, name: str, values: list[float]) -> None:
+        self.name, self.values = name, values
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.values.append(float(trainer.callback_metrics[self.name]))
 
 
 def test_progress_names_what_counts() -> None:
