@@ -1,4 +1,6 @@
-"""Method by task by optimizer, all triples, two rounds each: ``PYTHONPATH=. python benchmarks/matrix.py [--engine stacked]``.
+"""Method by task by optimizer, all triples, two rounds each.
+
+    PYTHONPATH=. python benchmarks/matrix.py [--engine stacked]
 
 Prints the table of docs/own-task.md and how many triples ran and were refused; fails where a triple does not do what
 its method's columns say, or where anything but a sentence comes out.
@@ -35,7 +37,7 @@ def main() -> None:
             if isinstance(result, str):
                 sentence = result.replace(repr(OPTIMIZERS[pair[1]]), "...")
                 refusals.setdefault(sentence, []).append(" with ".join(pair))
-        said = ["yes" if column in tasks | optimizers else "–" for column in columns]
+        said = ["yes" if column in tasks | optimizers else "no" for column in columns]
         print(f"| {method} | {' | '.join(said)} |", flush=True)
     total = len(METHODS) * len(PROBLEMS) * len(OPTIMIZERS)
     print(f"\n{ran} of {total} ran; {total - ran} were refused:")

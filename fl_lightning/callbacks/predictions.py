@@ -103,7 +103,8 @@ def _columns(found: Part) -> Columns:
 
 def _write(found: Part, path: Path) -> None:
     if path.suffix == ".npz":
-        np.savez(path, **{name: values.numpy() for name, values in found.items()})
+        arrays: Any = {name: values.numpy() for name, values in found.items()}
+        np.savez(path, **arrays)
         return
     table = _columns(found)
     if path.suffix == ".parquet":

@@ -150,7 +150,9 @@ class FromFrame(TensorFederation):
             what, option = ("predict from", "features") if wanted else ("predict", "target")
             raise FederationError(f"The table has no columns to {what}: name some as {option}.")
         self.standardized, self.classes = standardize, list[str]()
-        self._words = {n: words_of(n, columns[n]) for n in chosen if columns[n].dtype.kind in "OSUb" or n in categorical}
+        self._words = {
+            n: words_of(n, columns[n]) for n in chosen if columns[n].dtype.kind in "OSUb" or n in categorical
+        }
         self._names = chosen
         values = [self._codes(name, columns[name]) for name in chosen]
         if stratify is not None:
@@ -286,7 +288,9 @@ class FromDataset(TensorFederation):
         **kwargs: Any,
     ) -> None:
         if isinstance(dataset, Mapping):
-            raise FederationError(f"FromDataset needs one data set, not several by name: choose of {', '.join(dataset)}.")
+            raise FederationError(
+                f"FromDataset needs one data set, not several by name: choose of {', '.join(dataset)}."
+            )
         try:
             samples = [dataset[i] for i in range(len(dataset))]
         except TypeError as error:
@@ -339,10 +343,9 @@ def _item(sample: Any, key: str | int) -> Any:
     try:
         return sample[key]
     except (KeyError, IndexError, TypeError) as error:
-        known = f"it is of {type(sample)}"
-        if isinstance(sample, Sized):
-            keys = isinstance(sample, Mapping)
-            known = f"it has keys {', '.join(map(str, sample))}" if keys else f"it has {len(sample)} parts"
+        known = f"it has {len(sample)} parts" if isinstance(sample, Sized) else f"it is of {type(sample)}"
+        if isinstance(sample, Mapping):
+            known = f"it has keys {', '.join(map(str, sample))}"
         raise FederationError(f"A sample has no {key!r}: {known}.") from error
 
 

@@ -66,8 +66,8 @@ class FedMA(FederatedModule):
         super().__init__(net, **kwargs)
         if self.local.keep_optimizer:
             raise FederationError(
-                "FedMA moves hidden units about, and moments that a client keeps would stay behind: leave keep_optimizer "
-                "out."
+                "FedMA moves hidden units about, and moments that a client keeps would stay behind: leave "
+                "keep_optimizer out."
             )
         self.mode = one_of("mode", mode, ("fixed_width", "grow"))
         self.grows = mode == "grow"
