@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning.pytorch import Trainer, seed_everything
 from fl_lightning import robust
 from fl_lightning.callbacks import LabelFlipCallback, UpdatePoisoningCallback
 from fl_lightning.datamodules import IID, Digits
+from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, WAFFLe
 from fl_lightning.nets import MLP
 from fl_lightning.privacy.figures import rules_figure
@@ -31,6 +33,8 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "WAFFLe": (WAFFLe, {"factors": {"fc1": 40}}),
     "FedPer": (FedPer, {}),
 }
+#: Instead of the accuracy of a run that ended because no update was finite any more.
+ENDED = "ends"
 RULES: dict[str, Any] = {
     "mean": None,
     "median": robust.Median(),
@@ -68,7 +72,10 @@ def accuracy(name: str, rule: Any, poison: Any, rounds: int) -> float:
         callbacks=poison(),
     )
     data = Digits(partition=IID(CLIENTS))
-    trainer.fit(method, data)
+    try:
+        trainer.fit(method, data)
+    except FederationError:  # nothing finite is left
+        return math.nan
     (found,) = trainer.test(method, datamodule=data, verbose=False)
     return round(100 * found["test/acc"], 1)
 
@@ -88,7 +95,7 @@ def main() -> None:
         for name, rule in RULES.items():
             row = {label: accuracy(method, rule, poison, arguments.rounds) for label, poison in POISONS.items()}
             table.setdefault(method, {})[name] = row
-            print(f"| {name} | {' | '.join(map(str, row.values()))} |", flush=True)
+            print(f"| {name} | {' | '.join(ENDED if math.isnan(v) else str(v) for v in row.values())} |", flush=True)
         if arguments.pictures:
             Path(arguments.pictures).mkdir(parents=True, exist_ok=True)
             rules_figure(table[method], method).savefig(Path(arguments.pictures) / f"rules_{method}.png", dpi=130)

@@ -50,7 +50,7 @@ class ClientSide(NamedModel):
     #: Why the method needs clients that step by plain SGD; None if any local optimizer will do.
     plain_sgd: ClassVar[str | None] = None
     #: Why the method needs targets that are classes; None if any task will do.
-    needs_classes: ClassVar[str | None] = None
+    needs_classes: str | None = None
     seed: int
 
     # ---- joining ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from fl_lightning.metrics import client_summary
 from fl_lightning.metrics.per_client import PerClient
 from fl_lightning.model import NamedModel
 from fl_lightning.parties import EVALUATION, SANITY_CHECK, LocalData, Setting
-from fl_lightning.tasks import Task
+from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import State, fast_copy
 
 if TYPE_CHECKING:
@@ -167,8 +167,8 @@ def scored(outputs: Iterable[ClientOutput], device: torch.device, task: Task) ->
 
 
 def _summed_losses(outputs: Sequence[Tensor], targets: Sequence[Tensor], total: Tensor, task: Task) -> Tensor:
-    """Summed loss of every client, float64; of classes for all clients at once."""
-    if not task.of_classes:
+    """Summed loss of every client, float64; cross entropy for all clients at once."""
+    if type(task).loss is not Classification.loss:
         losses = [task.loss(output.double(), target) for output, target in zip(outputs, targets, strict=True)]
         return torch.stack(losses).double() * total
     each = F.cross_entropy(torch.cat(list(outputs)).double(), torch.cat(list(targets)), reduction="none")

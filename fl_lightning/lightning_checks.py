@@ -153,7 +153,8 @@ def check_task(module: FederatedModule, federation: Federation) -> None:
     reason = module.needs_classes
     if reason is not None and not module.task.of_classes:
         raise FederationError(
-            f"{type(module).__name__} {reason}, and {type(module.task).__name__} has no classes: choose another method."
+            f"{type(module).__name__} {reason}, and {type(module.task).__name__} has no classes: choose another method "
+            "or setting."
         )
 
 
@@ -181,6 +182,11 @@ def check_net(module: FederatedModule, federation: Federation) -> None:
     if output.dim() != 2:
         raise FederationError(f"{net} must return scores of shape {wanted} for {data}, not {tuple(output.shape)}.")
     if output.shape[1] < federation.num_classes:
+        if int(federation.targets.min()) == 1:
+            raise FederationError(
+                f"Labels run from 1 to {federation.num_classes - 1}, but classes are counted from 0: subtract 1, or "
+                f"set num_classes={federation.num_classes} if class 0 only happens to be missing."
+            )
         raise FederationError(
             f"{net} has {output.shape[1]} outputs but the data has {federation.num_classes} classes: "
             f"set num_classes={federation.num_classes}."

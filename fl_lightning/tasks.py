@@ -71,9 +71,17 @@ class Task(ABC):
         """What the net's output predicts; what metrics take."""
         return self.scores(output)
 
+    def probabilities(self, output: Tensor) -> Tensor | None:
+        """How probable every class or label is, shape (n, classes), for tables of predictions; None if nothing says."""
+        return None
+
     def channels(self, output: Tensor) -> int:
         """How many numbers an output of a batch has in its dimension of classes."""
         return output.shape[1] if output.dim() > 1 else 1
+
+    def outputs(self, targets: Tensor) -> int:
+        """How many outputs a net for such targets has; one for every number of a sample."""
+        return targets.shape[1] if targets.dim() > 1 else 1
 
     def check(self, output: Tensor, target: Tensor) -> None:  # noqa: B027 - a task may take anything
         """Refuse targets that the task cannot have, and outputs that do not fit them, in a sentence.
@@ -160,6 +168,14 @@ class Classification(Task):
         """The class with the greatest score."""
         return output.argmax(1)
 
+    def probabilities(self, output: Tensor) -> Tensor:
+        """Softmax, in double precision."""
+        return output.double().softmax(1)
+
+    def outputs(self, targets: Tensor) -> int:
+        """One for every class."""
+        return int(targets.max()) + 1
+
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse targets that are no class."""
         if target.dim() != 1 or target.is_floating_point():
@@ -195,6 +211,10 @@ class MultiLabel(Task):
     def predict(self, output: Tensor) -> Tensor:
         """Labels that are more probable than not."""
         return (output > 0).long()
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        """Of every label, in double precision."""
+        return output.double().sigmoid()
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse targets that are not 0 or 1."""
@@ -269,6 +289,10 @@ class Segmentation(Task):
         """The class of every pixel."""
         return output.argmax(1)
 
+    def outputs(self, targets: Tensor) -> int:
+        """One for every class that counts."""
+        return _most(targets, self.ignore)
+
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse targets that are no masks."""
         if target.dim() < 2 or target.is_floating_point():
@@ -303,6 +327,10 @@ class NextToken(Task):
     def predict(self, output: Tensor) -> Tensor:
         """The most probable tokens."""
         return output.argmax(-1)
+
+    def outputs(self, targets: Tensor) -> int:
+        """One for every token that counts."""
+        return _most(targets, self.ignore)
 
     def channels(self, output: Tensor) -> int:
         """The number of tokens."""
@@ -374,6 +402,12 @@ def _one_of(name: str, value: str, allowed: Any) -> str:
     if value not in allowed:
         raise FederationError(f"{name} must be {', '.join(allowed)}, not {value!r}.")
     return value
+
+
+def _most(targets: Tensor, ignore: int | None) -> int:
+    """One more than the greatest class that counts."""
+    counted = targets if ignore is None else targets[targets != ignore]
+    return int(counted.max()) + 1 if len(counted) else 1
 
 
 def _tail(tensor: Tensor) -> str:

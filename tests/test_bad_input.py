@@ -23,7 +23,7 @@ from fl_lightning.datamodules import Digits, TensorFederation, Unimodal
 from fl_lightning.engine.contract import LocalTraining
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex
-from fl_lightning.lightning_checks import check_data, check_net_argument, check_trainer
+from fl_lightning.lightning_checks import check_data, check_net, check_net_argument, check_trainer
 from fl_lightning.methods import FedAvg, FedProx
 from fl_lightning.nets import MLP
 from tests.support import blobs, mlp, trainer
@@ -88,7 +88,11 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
     ("val_fraction is text", lambda: Digits(val_fraction="0.1"), "val_fraction must be a number"),  # type: ignore[arg-type]
     ("eval_clients in halves", lambda: Digits(eval_clients=1.5), "eval_clients must be a whole"),  # type: ignore[arg-type]
     ("limit in halves", lambda: Digits(limit=1.5), "limit must be a whole number"),  # type: ignore[arg-type]
-    ("labels from 1", lambda: made(targets=Y + 1), "Labels run from 1 to 2, but classes are counted from 0"),
+    (
+        "labels from 1",
+        lambda: check_net(FedAvg(MLP(3, (), 2)), made(targets=Y + 1)),
+        "Labels run from 1 to 2, but classes are counted from 0: subtract 1",
+    ),
     ("labels of text", lambda: made(targets=np.array(["a", "b"] * 4)), "targets must be a tensor or an array"),
     ("inputs of objects", lambda: made(inputs=[object()] * 8), "inputs must be a tensor or an array"),
     ("too few labels", lambda: made(targets=Y[:7]), "8 inputs and 7 targets"),
@@ -115,7 +119,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
         lambda: trainer().fit(Plain(), Digits()),
         r"train federate\(Plain\(\.\.\.\)\), or Plain on Pooled",
     ),
-    ("predictions as pickle", lambda: PredictionWriter("a.pkl"), r"ends in \.csv or \.parquet, not a\.pkl"),
+    ("predictions as pickle", lambda: PredictionWriter("a.pkl"), r"ends in \.csv, \.parquet, \.npz, not a\.pkl"),
 ]
 
 

@@ -268,6 +268,19 @@ def test_what_is_logged_is_known_by_client() -> None:
     assert not federate(User()).net.logs("val")
 
 
+def test_a_validation_step_judges_test_samples_too_where_there_is_no_test_step() -> None:
+    """Without held-out samples clients are validated on test samples: what is logged must not be lost."""
+
+    class Validated(Judged):
+        test_step = LightningModule.test_step
+
+    method = federate(Validated(), engine="sequential")
+    logged = fit(method, blobs(), 1).callback_metrics
+    assert float(logged["test/mine"]) == pytest.approx(float(logged["test/acc"]))
+    net = federate(Judged()).net
+    assert (net._steps["val"], net._steps["test"]) == ("validation_step", "test_step")
+
+
 def test_a_method_that_needs_plain_sgd_refuses_others() -> None:
     class Needs(FedAvg):
         plain_sgd = "takes a client's change for its gradient"

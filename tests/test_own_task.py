@@ -21,7 +21,7 @@ from fl_lightning.local_optim import AdamW
 from fl_lightning.methods import FedAvg, FedPer, PFedMe, WAFFLeL1
 from fl_lightning.nets import MLP, adapters, lora
 from fl_lightning.schedules import Cosine, Step
-from fl_lightning.tasks import Regression
+from fl_lightning.tasks import Classification, Regression
 from tests.support import blobs, fit, largest_difference, mlp, weights
 
 SIZES = (14, 9, 17)
@@ -187,6 +187,25 @@ def test_a_users_validation_step_is_logged_over_clients() -> None:
 def test_what_does_not_fit_is_refused(make: Any, data: Any, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         fit(make(), data(), 1)
+
+
+class Smoothed(Classification):
+    """Classes with a loss of their own."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, label_smoothing=0.2)
+
+
+def test_the_loss_of_an_own_task_of_classes_is_logged() -> None:
+    data, method = blobs(), FedAvg(mlp(), task=Smoothed(), lr=0.1, engine="sequential")
+    logged = fit(method, data, 1).callback_metrics
+    with torch.no_grad():
+        federation = data.federation
+        losses = [
+            F.cross_entropy(method.net(federation.inputs[i].double()), federation.targets[i], label_smoothing=0.2)
+            for i in federation.test
+        ]
+    assert float(logged["test/loss"]) == pytest.approx(float(torch.stack(losses).mean()))
 
 
 def test_a_schedule_needs_the_number_of_rounds() -> None:

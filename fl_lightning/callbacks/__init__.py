@@ -4,6 +4,7 @@ from fl_lightning.callbacks.agents import AgentWeightsCallback
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.bias import ParameterBiasCallback
 from fl_lightning.callbacks.checkpoint import FederatedCheckpoint
+from fl_lightning.callbacks.classifier import ClassifierAttackCallback
 from fl_lightning.callbacks.clusters import ClustersCallback
 from fl_lightning.callbacks.dashboard import Dashboard
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
@@ -30,6 +31,7 @@ from fl_lightning.signals import SignalsCallback
 __all__ = [
     "AgentWeightsCallback",
     "BackdoorCallback",
+    "ClassifierAttackCallback",
     "ClustersCallback",
     "Dashboard",
     "DifferentialPrivacyCallback",

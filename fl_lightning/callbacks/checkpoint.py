@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from fl_lightning.module import FederatedModule
 from fl_lightning.ranks import RankError
 from fl_lightning.signals import STOPS, alone
 
@@ -26,9 +28,9 @@ class FederatedCheckpoint(ModelCheckpoint):
     without validation has ``last.ckpt`` alone.
 
     Args:
-        monitor: the metric that decides which round is the best; None takes ``val/acc`` where data is held out for
-            validation, and keeps the last round alone where none is.
-        mode: ``max`` or ``min``.
+        monitor: the metric that decides which round is the best; None takes the task's headline metric, such as
+            ``val/acc``, where data is held out for validation, and keeps the last round alone where none is.
+        mode: ``max`` or ``min``, of a metric that is given.
         filename: name of the best round's file.
         kwargs: further arguments of ModelCheckpoint.
     """
@@ -40,7 +42,11 @@ class FederatedCheckpoint(ModelCheckpoint):
         self._chosen = monitor is not None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the last round alone where nothing is held out to choose the best one by."""
+        """Choose by what the task says; keep the last round alone where nothing is held out to choose by."""
+        if not self._chosen and isinstance(pl_module, FederatedModule):
+            measure = pl_module.task.measure
+            self.monitor, self.mode = f"val/{measure.name}", "max" if measure.higher_is_better else "min"
+            self.kth_value = torch.tensor(-measure.sign * torch.inf)
         federation = getattr(getattr(trainer, "datamodule", None), "federation", None)
         if not self._chosen and federation is not None and federation.val is None:
             self.monitor, self.save_top_k = None, 0

@@ -7,36 +7,42 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 
 #: Endings of the files that can be written.
-ENDINGS = (".csv", ".parquet")
+ENDINGS = (".csv", ".parquet", ".npz")
+#: One client's rows: a column for every name, or several as the columns of a matrix.
+Part = dict[str, Tensor]
 Columns = dict[str, list[Any]]
 
 
 class PredictionWriter(Callback):
     """Writes what ``Trainer.predict`` finds: a row for every test sample of every client.
 
-    The columns are ``client``, ``sample`` (the row in the data), ``label``, ``predicted`` and the probability of every
-    class, ``p0``, ``p1`` and so on. ``fl-lightning predict`` has it always on.
+    The columns are ``client``, ``sample`` (the row in the data), ``label`` (``target`` of tasks without classes),
+    ``predicted`` and the probability of every class or label, ``p0``, ``p1`` and so on. Targets of several numbers have
+    as many columns, ``target0``, ``target1``. Masks do not fit into a table: they are written as arrays of these names,
+    a row for every sample. ``fl-lightning predict`` has it always on.
 
     Args:
-        file: a file that ends in .csv, or in .parquet where pyarrow is installed; ``predictions.csv`` in the Trainer's
-            log folder unless given.
+        file: a file that ends in .csv, in .npz, or in .parquet where pyarrow is installed; ``predictions.csv`` in the
+            Trainer's log folder unless given, ``predictions.npz`` of masks.
     """
 
     def __init__(self, file: str | None = None) -> None:
         if file is not None and Path(file).suffix not in ENDINGS:
-            raise FederationError(f"Predictions are written to a file that ends in {' or '.join(ENDINGS)}, not {file}.")
+            raise FederationError(f"Predictions are written to a file that ends in {', '.join(ENDINGS)}, not {file}.")
         if file is not None and file.endswith(".parquet"):
             _parquet()
         self.file = file
         self.path: Path | None = None
-        self._parts: list[Columns] = []
+        self._parts: list[Part] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an empty table."""
@@ -55,31 +61,52 @@ class PredictionWriter(Callback):
     ) -> None:
         """Add some clients' rows."""
         module: Any = pl_module
-        test = module.federation.index("test")
-        for client, scores, labels in module.outputs(batch.tolist(), "test"):
-            found = torch.softmax(scores.double(), dim=1)
-            table = {
-                "client": [client] * len(labels),
-                "sample": test[client].tolist(),
-                "label": labels.tolist(),
-                "predicted": found.argmax(1).tolist(),
+        test, task = module.federation.index("test"), module.task
+        for client, output, targets in module.outputs(batch.tolist(), "test"):
+            predicted, probabilities = task.predict(output), task.probabilities(output)
+            part = {
+                "client": torch.full((len(targets),), client),
+                "sample": test[client],
+                "label" if task.of_classes else "target": targets,
+                "predicted": predicted,
+                **({} if probabilities is None else {"p": probabilities}),
             }
-            self._parts.append({**table, **{f"p{k}": column.tolist() for k, column in enumerate(found.T)}})
+            self._parts.append({name: values.cpu() for name, values in part.items()})
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table and say where."""
         folder = trainer.log_dir or trainer.default_root_dir  # asked for on every rank
         if not trainer.is_global_zero or not self._parts:
             return
-        self.path = Path(self.file or Path(folder) / "predictions.csv")
+        self._parts.sort(key=lambda part: int(part["client"][0]))
+        found = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
+        flat = all(values.dim() < 3 for values in found.values())
+        self.path = Path(self.file or Path(folder) / f"predictions.{'csv' if flat else 'npz'}")
+        if not flat and self.path.suffix != ".npz":
+            raise FederationError(
+                f"{self.path.name} cannot hold predictions of shape {tuple(found['predicted'].shape[1:])}: give a file "
+                "that ends in .npz."
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._parts.sort(key=lambda part: part["client"][0])
-        table = {name: [value for part in self._parts for value in part[name]] for name in self._parts[0]}
-        _write(table, self.path)
+        _write(found, self.path)
         print(f"Predictions of {len(self._parts)} clients: {self.path}")
 
 
-def _write(table: Columns, path: Path) -> None:
+def _columns(found: Part) -> Columns:
+    """Columns by name; those of a matrix are numbered."""
+    table: Columns = {}
+    for name, values in found.items():
+        numbered = {f"{name}{k}": column for k, column in enumerate(values.T)} if values.dim() > 1 else {name: values}
+        table |= {own: column.tolist() for own, column in numbered.items()}
+    return table
+
+
+def _write(found: Part, path: Path) -> None:
+    if path.suffix == ".npz":
+        arrays: Any = {name: values.numpy() for name, values in found.items()}
+        np.savez(path, **arrays)
+        return
+    table = _columns(found)
     if path.suffix == ".parquet":
         arrow, parquet = _parquet()
         parquet.write_table(arrow.table(table), path)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -28,6 +29,7 @@ from fl_lightning.lightning_checks import check_precision
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.process import wanted
+from fl_lightning.tasks import made
 
 #: The largest seed.
 SEEDS = 2**32 - 1
@@ -43,6 +45,7 @@ class FederatedCLI(LightningCLI):
     """
 
     _data: FederatedDataModule | None = None
+    _outputs = 0
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         super().__init__(
@@ -94,7 +97,11 @@ class FederatedCLI(LightningCLI):
     def _note_data(self, data: FederatedDataModule) -> int:
         """The number of outputs; the data is noted for what else a net may take from it."""
         self._data = data
-        return data.outputs
+        given = self._get(self.config, "model.init_args.task")
+        task = made(given.as_dict() if isinstance(given, Namespace) else given)
+        known = data.num_classes if task.of_classes else 0
+        self._outputs = known or task.outputs(data.samples.targets)
+        return self._outputs
 
     def _add_instantiators(self) -> None:
         """Make nets to the measure of the data."""
@@ -104,7 +111,7 @@ class FederatedCLI(LightningCLI):
     def _make_net(self, kind: type[FedNet], *args: Any, **given: Any) -> FedNet:
         """A net whose arguments that are left at their defaults are those of the data."""
         usual = inspect.signature(kind).parameters
-        data = {} if self._data is None else self._data.net_arguments
+        data = {} if self._data is None else {**self._data.net_arguments, "num_classes": self._outputs}
         fitting = {name: value for name, value in data.items() if name in usual and name in given}
         unset = {name: value for name, value in fitting.items() if given[name] == usual[name].default}
         return kind(*args, **{**given, **unset})

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fl_lightning.datamodules.base import Samples
 from fl_lightning.datamodules.partitions.base import PartitionScheme
 from fl_lightning.datamodules.partitions.users import ByUser
+from fl_lightning.datamodules.strata import is_classes
+from fl_lightning.datamodules.tables import Column, columns_of, numbers_of, read_table, words_of
 from fl_lightning.datamodules.tensors import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex
-
-Column = NDArray[Any]
 
 
 class FromArrays(TensorFederation):
@@ -52,18 +51,28 @@ class FromArrays(TensorFederation):
         min_samples: int = 2,
         **kwargs: Any,
     ) -> None:
-        dealt = _by_client(clients, test_fraction, min_samples)
-        super().__init__(_mapped(inputs, "inputs"), _mapped(targets, "targets"), **{**dealt, **kwargs})
+        dealt = _dealt(clients, test_fraction, min_samples, kwargs)
+        super().__init__(_mapped(inputs, "inputs"), _mapped(targets, "targets"), **dealt)
 
 
-def _by_client(clients: Any, test_fraction: float, min_samples: int) -> dict[str, Any]:
-    """The partition that goes by a column of clients."""
+def _dealt(clients: Any, test_fraction: float, min_samples: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a federation that is dealt by a column of clients, if there is one."""
     if clients is None:
-        return {}
-    users = clients.tolist() if isinstance(clients, Tensor | np.ndarray) else list(clients)
-    if any(user is None or user != user for user in users):
+        return dict(options)
+    scheme = options.get("partition")
+    if scheme is not None and not isinstance(scheme, ByUser):
+        raise FederationError(
+            f"Samples are dealt by their clients or by {type(scheme).__name__}, not both: leave one of them out."
+        )
+    column = clients.cpu().numpy() if isinstance(clients, Tensor) else np.asarray(clients, dtype=object)
+    if column.ndim != 1:
+        raise FederationError(f"clients must be one column, a client for each sample, not of shape {column.shape}.")
+    users = column.tolist()
+    if any(user is None or user != user or user == "" for user in users):
         raise FederationError("Some samples have no client: leave them out, or give them one.")
-    return {"users": users, "partition": ByUser(None, min_samples, test_fraction)}
+    if len({type(user) for user in users}) > 1:
+        users = [str(user) for user in users]
+    return {**options, "users": users, "partition": scheme or ByUser(None, min_samples, test_fraction)}
 
 
 def _mapped(values: Any, name: str) -> Any:
@@ -71,7 +80,11 @@ def _mapped(values: Any, name: str) -> Any:
     if not isinstance(values, str | Path):
         return values
     try:
-        array = np.load(values, mmap_mode="r")
+        array: Any = np.load(values, mmap_mode="r")
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it holds several arrays")
+        if not array.dtype.isnative:
+            raise ValueError(f"its numbers are {array.dtype}, another machine's")
     except (OSError, ValueError) as error:
         raise FederationError(f"{name}: {values} cannot be read as a .npy file ({error}).") from error
     with warnings.catch_warnings():
@@ -123,44 +136,47 @@ class FromFrame(TensorFederation):
         **kwargs: Any,
     ) -> None:
         columns = columns_of(table)
-        wanted = [target] if isinstance(target, str) else list(target)
+        wanted = _names("target", [target] if isinstance(target, str) else target)
         named = [*wanted, *(name for name in (client, stratify) if name is not None)]
-        chosen = [name for name in columns if name not in named] if features is None else list(features)
-        for name in (*named, *chosen, *categorical):
+        rest = [name for name in columns if name not in named]
+        chosen = rest if features is None else _names("features", features)
+        for name in (*named, *chosen, *_names("categorical", categorical)):
             _check_known(name, columns)
         if leaking := sorted(set(chosen) & set(wanted)):
             raise FederationError(f"{leaking[0]} is both a feature and a target: take it out of features.")
-        if not chosen:
-            raise FederationError("The table has no columns to predict from: name some as features.")
+        if client in wanted:
+            raise FederationError(f"{client} says whose a row is and cannot be the target too: name another target.")
+        if not wanted or not chosen:
+            what, option = ("predict from", "features") if wanted else ("predict", "target")
+            raise FederationError(f"The table has no columns to {what}: name some as {option}.")
         self.standardized, self.classes = standardize, list[str]()
-        self._words = {n: _words(n, columns[n]) for n in chosen if columns[n].dtype.kind in "OSUb" or n in categorical}
+        self._words = {
+            n: words_of(n, columns[n]) for n in chosen if columns[n].dtype.kind in "OSUb" or n in categorical
+        }
         self._names = chosen
         values = [self._codes(name, columns[name]) for name in chosen]
-        dealt = _by_client(None if client is None else columns[client], test_fraction, min_samples)
-        super().__init__(
-            np.stack(values, axis=1),
-            self._targets(wanted, columns),
-            stratify=None if stratify is None else columns[stratify],
-            **{**dealt, **kwargs},
-        )
+        if stratify is not None:
+            kwargs["stratify"] = columns[stratify]
+        dealt = _dealt(None if client is None else columns[client], test_fraction, min_samples, kwargs)
+        super().__init__(np.stack(values, axis=1), self._targets(wanted, columns), **dealt)
 
     def _codes(self, name: str, column: Column) -> Column:
         """A column as numbers; words by their places among all."""
         if name in self._words:
             return np.searchsorted(self._words[name], column.astype(str)).astype(np.float64)
-        return _numbers(name, column)
+        return numbers_of(name, column)
 
     def _targets(self, names: list[str], columns: Mapping[str, Column]) -> Column:
-        """The targets: classes where they are words, whole numbers of 0 or more as they are, else numbers."""
+        """The targets: classes where they are words, whole numbers as they are, else numbers."""
         first = columns[names[0]]
         if len(names) > 1:
-            return np.stack([_numbers(name, columns[name]) for name in names], axis=1).astype(np.float32)
+            return np.stack([numbers_of(name, columns[name]) for name in names], axis=1).astype(np.float32)
         if first.dtype.kind in "OSUb":
-            words = _words(names[0], first)
+            words = words_of(names[0], first)
             self.classes = words.tolist()
             return np.searchsorted(words, first.astype(str))
-        numbers = _numbers(names[0], first)
-        return first.astype(np.int64) if first.dtype.kind in "iu" and first.min() >= 0 else numbers.astype(np.float32)
+        numbers = numbers_of(names[0], first)
+        return first.astype(np.int64) if is_classes(first) else numbers.astype(np.float32)
 
     def encode(self, samples: Samples, train: ClientIndex) -> Tensor:
         """Standardised numbers and a column for each word, by what training rows have."""
@@ -214,7 +230,7 @@ class Table(FromFrame):
         min_samples: clients with fewer rows are left out.
         partition: how rows are dealt where ``client`` is None.
         fraction: share of the clients that trains in a round.
-        val_fraction: part of each client's training rows that is held out for validation.
+        val_fraction: part of each client's training rows that is held out for validation; a fifth unless given.
         seed: decides who is tested on what and who trains when; unless given, the seed of ``seed_everything``.
     """
 
@@ -230,7 +246,7 @@ class Table(FromFrame):
         min_samples: int = 2,
         partition: PartitionScheme | None = None,
         fraction: float = 1.0,
-        val_fraction: float = 0.0,
+        val_fraction: float | None = None,
         seed: int | None = None,
     ) -> None:
         options: dict[str, Any] = {"fraction": fraction, "val_fraction": val_fraction, "seed": seed}
@@ -271,77 +287,24 @@ class FromDataset(TensorFederation):
         min_samples: int = 2,
         **kwargs: Any,
     ) -> None:
+        if isinstance(dataset, Mapping):
+            raise FederationError(
+                f"FromDataset needs one data set, not several by name: choose of {', '.join(dataset)}."
+            )
         try:
             samples = [dataset[i] for i in range(len(dataset))]
         except TypeError as error:
             raise FederationError(
                 f"FromDataset needs a data set with a length and samples by number: {error}."
             ) from error
-        clients = None if client is None else [client(s) if callable(client) else _item(s, client) for s in samples]
+        if not samples:
+            raise FederationError("The data set has no samples.")
+        clients = None if client is None else [_client(sample, client) for sample in samples]
         super().__init__(
             _stacked([_item(sample, inputs) for sample in samples], "inputs"),
             _stacked([_item(sample, target) for sample in samples], "targets"),
-            **_by_client(clients, test_fraction, min_samples),
-            **kwargs,
+            **_dealt(clients, test_fraction, min_samples, kwargs),
         )
-
-
-def columns_of(table: Any) -> dict[str, Column]:
-    """The columns of a table by name, all of one length."""
-    if isinstance(table, np.ndarray) and table.dtype.names:
-        names: Any = table.dtype.names
-    elif isinstance(table, Mapping):
-        names = list(table)
-    else:
-        names = getattr(table, "column_names", None) or getattr(table, "columns", ())
-    columns = {str(name): np.asarray(table[name]) for name in names}
-    if not columns:
-        raise FederationError(
-            "A table is a DataFrame, an Arrow table, a structured array or a dict of columns, not "
-            f"{type(table).__name__}."
-        )
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise FederationError(f"The table's columns differ in length: {lengths}.")
-    if not next(iter(lengths.values())):
-        raise FederationError("The table has no rows.")
-    return columns
-
-
-def read_table(path: str | Path) -> Any:
-    """The table in a CSV or Parquet file."""
-    path = Path(path)
-    if not path.exists():
-        raise FederationError(f"There is no file {path}.")
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    if path.suffix not in (".csv", ".tsv"):
-        raise FederationError(f"{path} is no table: give a .csv, .tsv or .parquet file.")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
-    names, body = (rows[0], rows[1:]) if rows else ([], [])
-    for number, row in enumerate(body, start=2):
-        if len(row) != len(names):
-            raise FederationError(f"{path} has {len(row)} columns in line {number}, but {len(names)} in the first.")
-    return {name: _typed(column) for name, column in zip(names, zip(*body, strict=True), strict=False)}
-
-
-def _read_parquet(path: Path) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise FederationError(f"{path} needs pyarrow to be read: install it, or write the table as CSV.") from error
-    return pyarrow.parquet.read_table(path)
-
-
-def _typed(column: Sequence[str]) -> Column:
-    """A column of a CSV file: whole numbers if all are, else numbers (an empty place is NaN), else words."""
-    for kind in (np.int64, np.float64):
-        try:
-            return np.array([value or "nan" for value in column]).astype(kind)
-        except ValueError:
-            continue
-    return np.array(column)
 
 
 def _check_known(name: str, columns: Mapping[str, Any]) -> None:
@@ -351,45 +314,58 @@ def _check_known(name: str, columns: Mapping[str, Any]) -> None:
         raise FederationError(f"The table has no column {name!r}: {hint}")
 
 
-def _numbers(name: str, column: Column) -> Column:
-    if column.dtype.kind not in "biuf":
-        raise FederationError(
-            f"Column {name} is not a column of numbers but of {column.dtype}: leave it out, or encode it."
-        )
-    numbers = column.astype(np.float64)
-    if missing := int((~np.isfinite(numbers)).sum()):
-        raise FederationError(
-            f"Column {name} has {missing} of {len(numbers)} places without a finite number: fill them, or leave the "
-            "rows or the column out."
-        )
-    return numbers
-
-
-def _words(name: str, column: Column) -> Column:
-    """The different words of a column, sorted."""
-    if column.dtype.kind == "O" and not all(isinstance(value, str | bool) for value in column):
-        raise FederationError(
-            f"Column {name} has values that are neither numbers nor words, or has gaps: fill them, or leave it out."
-        )
-    return np.unique(column.astype(str))
-
-
 def _standardized(column: Tensor, known: Tensor) -> Tensor:
     """A column with the training rows' mean and (population) deviation taken out; a constant one is only shifted."""
     std = known.std(correction=0)
     return (column - known.mean()) / (std if float(std) > 0 else 1.0)
 
 
+def _names(option: str, names: Any) -> list[str]:
+    """Names of columns, each once."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise FederationError(f"{option} must be a list of names of columns, not {names!r}.")
+    found = [str(name) for name in names]
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise FederationError(f"{option} names {twice[0]} twice.")
+    return found
+
+
+def _client(sample: Any, client: Any) -> Any:
+    """Whose a sample is."""
+    try:
+        found = client(sample) if callable(client) else _item(sample, client)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise FederationError(f"client cannot be worked out of a sample ({error!r}): it is {type(sample)}.") from error
+    return found.item() if isinstance(found, Tensor | np.generic) else found
+
+
 def _item(sample: Any, key: str | int) -> Any:
     try:
         return sample[key]
     except (KeyError, IndexError, TypeError) as error:
-        known = f"keys {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"{len(sample)} parts"
-        raise FederationError(f"A sample has no {key!r}: it has {known}.") from error
+        known = f"it has {len(sample)} parts" if isinstance(sample, Sized) else f"it is of {type(sample)}"
+        if isinstance(sample, Mapping):
+            known = f"it has keys {', '.join(map(str, sample))}"
+        raise FederationError(f"A sample has no {key!r}: {known}.") from error
+
+
+def _array(value: Any, name: str) -> Column:
+    """A value as an array; an image of PIL has its channels first as an input, as nets take them."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # type: ignore[no-any-return]
+    array = np.asarray(value)
+    if hasattr(value, "getbands") and name == "inputs":
+        return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+    return array
 
 
 def _stacked(values: list[Any], name: str) -> Any:
-    arrays = [value.numpy() if isinstance(value, Tensor) else np.asarray(value) for value in values]
+    if None in (kinds := {None if value is None else type(value) for value in values}):
+        raise FederationError(f"Some samples have no {name}: leave them out, or fill them in.")
+    arrays = [_array(value, name) for value in values]
+    if len(kinds) > 1 and len({array.dtype.kind in "OSU" for array in arrays}) > 1:
+        raise FederationError(f"Samples have {name} of several types: bring them to one.")
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise FederationError(f"Samples have {name} of shapes {shapes[0]} and {shapes[1]}: bring them to one shape.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.errors import FederationError
@@ -14,11 +15,10 @@ from fl_lightning.errors import FederationError
 BINS = 10
 
 
-def is_classes(targets: Tensor) -> bool:
-    """Whether targets are one whole number for each sample."""
-    if targets.dim() != 1:
-        return False
-    return not targets.is_floating_point() and int(targets.min()) >= 0
+def is_classes(targets: Tensor | NDArray[Any]) -> bool:
+    """Whether targets may be classes: one whole number for each sample, from 0, and less than there are samples."""
+    whole = not targets.is_floating_point() if isinstance(targets, Tensor) else targets.dtype.kind in "iu"
+    return targets.ndim == 1 and whole and 0 <= int(targets.min()) <= int(targets.max()) < len(targets)
 
 
 def strata_of(targets: Tensor, num_classes: int = 0) -> Tensor | None:

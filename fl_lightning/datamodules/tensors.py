@@ -16,7 +16,7 @@ from fl_lightning.datamodules.partitions.base import Partition, hash_tensors
 from fl_lightning.datamodules.partitions.deal import local_split
 from fl_lightning.datamodules.partitions.iid import IID
 from fl_lightning.datamodules.partitions.users import ByUser
-from fl_lightning.datamodules.strata import given_strata, is_classes, strata_of
+from fl_lightning.datamodules.strata import given_strata, strata_of
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex
 
@@ -34,7 +34,8 @@ class TensorFederation(FederatedDataModule):
         test: each client's test indices; None holds a fifth of each client's ``train`` out.
         train_size: how many rows, from the first, a ``partition`` may take as official training rows; None means all.
         users: who each sample belongs to, shape (n,), for the partition ``ByUser``.
-        num_classes: number of classes; one more than the greatest class unless given, 0 where targets are numbers.
+        num_classes: number of classes; one more than the greatest class unless given, 0 where targets are numbers, as
+            whole ones are that are not less than there are samples.
         mean: subtracted from a batch's inputs, broadcast over (B, ...).
         std: divides a batch's inputs.
         global_test: indices of a test set that belongs to nobody, with ``train`` only.
@@ -88,11 +89,10 @@ class TensorFederation(FederatedDataModule):
             raise FederationError("Give either index lists or a partition (or manifest), not both.")
         if train is not None and kwargs.get("limit") is not None:
             raise FederationError("limit chooses among all samples: leave it out where index lists already do.")
-        classes = targets.dim() == 1 and (num_classes is not None or not targets.is_floating_point())
-        self.inputs, self.targets = inputs, targets.long() if classes or not targets.is_floating_point() else targets
+        whole = not targets.is_floating_point() or (targets.dim() == 1 and bool(num_classes))
+        self.inputs, self.targets = inputs, targets.long() if whole else targets
         self.train_size, self.users = train_size, users.tolist() if isinstance(users, np.ndarray) else users
-        known = 0 if self.targets.is_floating_point() else _classes(self.targets)
-        self.num_classes = known if num_classes is None else num_classes
+        self.num_classes = _classes(self.targets) if num_classes is None else num_classes
         self._strata = None if stratify is None else given_strata(stratify, len(targets))
         self.input_shape = tuple(inputs.shape[1:])
         self.mean, self.std = found["mean"], found["std"]
@@ -105,7 +105,8 @@ class TensorFederation(FederatedDataModule):
     def load(self) -> Samples:
         """The tensors as they were given."""
         strata = self._strata
-        if strata is None and not is_classes(self.targets):
+        classes = self.targets.dim() == 1 and self.num_classes and int(self.targets.min()) >= 0
+        if strata is None and not classes:
             strata = strata_of(self.targets, self.num_classes)
             if strata is None:
                 self._check_unstratified()
@@ -147,14 +148,11 @@ def _index(lists: Indices) -> ClientIndex:
 
 
 def _classes(targets: Tensor) -> int:
-    """Number of classes that the labels speak of, which are counted from 0."""
-    low, high = int(targets.min()), int(targets.max())
-    if low == 1:
-        raise FederationError(
-            f"Labels run from 1 to {high}, but classes are counted from 0: subtract 1, or give num_classes={high + 1} "
-            "if class 0 only happens to be missing."
-        )
-    return high + 1
+    """Number of classes that targets speak of, which are counted from 0; 0 if they are numbers."""
+    if targets.is_floating_point():
+        return 0
+    classes = int(targets.max()) + 1
+    return 0 if targets.dim() == 1 and classes > len(targets) else classes
 
 
 def _check(train: ClientIndex, test: ClientIndex, rest: Tensor | None, samples: int) -> None:

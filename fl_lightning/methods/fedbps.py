@@ -104,6 +104,8 @@ class FedBPS(FederatedModule):
         self.ranking = one_of("ranking", ranking, ("global", "per_tensor"))
         self.reading = one_of("reading", reading, ("inverse", "literal"))
         self.curvature: CurvatureKind = curvature
+        if curvature == "ggn":
+            self.needs_classes = "draws classes for curvature='ggn'"
         self.given_p = p
         self.prior_precision, self.chunk_size = prior_precision, chunk_size
         self.laplace_samples, self.laplace_draws = laplace_samples, draws

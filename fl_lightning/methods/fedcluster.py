@@ -39,6 +39,8 @@ class FedCluster(ClusteredModule):
     def __init__(self, net: FedNet, clusters: int = 5, groups: Groups = "random", **kwargs: Any) -> None:
         super().__init__(net, clusters, **kwargs)
         self.groups: Groups = one_of("groups", groups, ("random", "dominant"))
+        if groups == "dominant":
+            self.needs_classes = "forms groups='dominant' by the classes of clients"
 
     # client
 

@@ -64,6 +64,11 @@ class FedMA(FederatedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
+        if self.local.keep_optimizer:
+            raise FederationError(
+                "FedMA moves hidden units about, and moments that a client keeps would stay behind: leave "
+                "keep_optimizer out."
+            )
         self.mode = one_of("mode", mode, ("fixed_width", "grow"))
         self.grows = mode == "grow"
         for name, value in (("sigma", sigma), ("sigma0", sigma0), ("gamma0", gamma0)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def rules_figure(accuracies: Mapping[str, Mapping[str, float]], title: str = "")
     """Accuracy under attack by rule: a row for each rule, a column for each attack, as numbers on colours.
 
     Args:
-        accuracies: in percent, by rule and attack.
+        accuracies: in percent, by rule and attack; NaN for a run that the attack ended.
         title: of the picture.
     """
     from matplotlib.figure import Figure
@@ -110,7 +111,9 @@ def rules_figure(accuracies: Mapping[str, Mapping[str, float]], title: str = "")
     axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
     for row, numbers in enumerate(values):
         for column, value in enumerate(numbers):
-            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8)
+            axes.text(
+                column, row, "ended" if math.isnan(value) else f"{value:.1f}", ha="center", va="center", fontsize=8
+            )
     axes.set_xticks(range(len(attacks)), attacks, rotation=30, ha="right", fontsize=8)
     axes.set_yticks(range(len(rules)), rules, fontsize=8)
     axes.set_title(title or "accuracy under attack", fontsize=9)

@@ -28,6 +28,8 @@ Loss = Callable[[State, Tensor, Tensor], Tensor]
 ToNet = Callable[[Tensor], Tensor]
 #: Relative size below which an entry of a direction is rounding error.
 ROUNDING = 1e-4
+#: Errors of a direction's entries that count as noise.
+SPREAD = 4.0
 #: Parts of the search after which its learning rate falls to a tenth.
 MILESTONES = (3 / 8, 5 / 8, 7 / 8)
 #: The share of its steps with which every class is tried.
@@ -67,6 +69,8 @@ class RankOne(NamedTuple):
     """The right singular vector, of length one, shape (in,)."""
     share: float
     """Its share of the squared norm of the change; 1 for one sample, less for several."""
+    error: float = 0.0
+    """By how much an entry of the direction is off, as a part of the root mean square, if the rest is noise."""
 
 
 def rank_one(change: Tensor) -> RankOne | None:
@@ -91,10 +95,12 @@ def rank_one(change: Tensor) -> RankOne | None:
     short = exact if len(exact) <= exact.shape[1] else exact.T
     values, vectors = torch.linalg.eigh(short @ short.T)
     direction = exact.T @ vectors[:, -1] if short is exact else vectors[:, -1]
-    return RankOne((direction / direction.norm()).to(change.dtype), float(values[-1] / total))
+    share = float(values[-1] / total)
+    error = (max(0.0, 1 - share) / len(exact)) ** 0.5
+    return RankOne((direction / direction.norm()).to(change.dtype), share, error)
 
 
-def in_range(direction: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def in_range(direction: Tensor, low: Tensor, high: Tensor, error: float = 0.0) -> Tensor:
     """Inputs along a direction, as large as the range of pixels allows, the likelier sign first.
 
     An image that has a black or a white pixel is the largest one along its direction. Of the two signs the one
@@ -104,6 +110,7 @@ def in_range(direction: Tensor, low: Tensor, high: Tensor) -> Tensor:
         direction: shape (n,).
         low: input of a black pixel, broadcast over the direction.
         high: input of a white pixel, likewise.
+        error: by how much entries of the direction are off, as :attr:`RankOne.error`.
 
     Returns:
         Shape (2, n), or (1, n) where one sign fits no image.
@@ -113,10 +120,11 @@ def in_range(direction: Tensor, low: Tensor, high: Tensor) -> Tensor:
         tensor([-1.0000, -1.0000,  0.8667])
     """
     found: list[tuple[int, Tensor]] = []
+    off = SPREAD * error * direction.double().pow(2).mean().sqrt()
     for signed in (direction.double(), -direction.double()):
         limits = torch.where(signed > 0, high.double(), low.double()) / signed
-        limits = limits.masked_fill(signed.abs() < ROUNDING * signed.abs().max(), torch.inf)
-        ends = limits <= limits.min() * (1 + 10 * ROUNDING)
+        limits = limits.masked_fill(signed.abs() < torch.maximum(ROUNDING * signed.abs().max(), off), torch.inf)
+        ends = limits <= limits.min() * (1 + 10 * ROUNDING + 2 * off / signed.abs())
         if bool(limits.min() > 0):
             found.append((int(ends.sum()), signed * limits[ends].mean()))
     found.sort(key=lambda one: -one[0])

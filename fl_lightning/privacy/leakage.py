@@ -115,7 +115,9 @@ def exact(module: FederatedModule, gradient: State, pixels: Pixels) -> dict[str,
         one = gradients.rank_one(matrix) if matrix is not None and _fits(matrix, shape) else None
         if one is not None:
             low, high = (_end(pixels, value, one.direction) for value in (0.0, 1.0))
-            found["rank_one"] = pixels.from_net(gradients.in_range(one.direction, low, high)[0].view(1, *shape))
+            found["rank_one"] = pixels.from_net(
+                gradients.in_range(one.direction, low, high, one.error)[0].view(1, *shape)
+            )
     return found
 
 

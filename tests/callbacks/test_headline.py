@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fl_lightning.callbacks import Dashboard, FairnessCallback, RunRecord
+from fl_lightning.callbacks import Dashboard, FairnessCallback, FederatedCheckpoint, RunRecord
 from fl_lightning.cli import main
-from fl_lightning.datamodules import TensorFederation
+from fl_lightning.datamodules import IID, TensorFederation
 from fl_lightning.measure import ACCURACY, Measure
 from fl_lightning.methods import FedAvg
 from fl_lightning.metrics import fairness_summary, worst_decile
@@ -99,22 +100,53 @@ def test_callbacks_follow_the_headline_metric(tmp_path: Path) -> None:
 def test_runs_are_compared_by_the_headline_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowest error is set in bold, nothing is in percent, and other metrics have a column."""
     monkeypatch.chdir(tmp_path)
-    for rate in (0.01, 0.001):
-        callbacks = [RunRecord(f"runs/{rate}")]
-        fit(regression(lr=rate), sites(), 2, callbacks=callbacks, logger=CSVLogger(tmp_path, str(rate)))
+    for rate, seed in ((0.01, 0), (0.01, 1), (0.001, 0), (0.001, 1)):
+        name = f"{rate}-{seed}"
+        callbacks = [RunRecord(f"runs/{name}")]
+        fit(regression(lr=rate, seed=seed), sites(), 2, callbacks=callbacks, logger=CSVLogger(tmp_path, name))
     main(["compare", "runs", "--quiet"])
     lines = Path("comparison/table.md").read_text().splitlines()
-    assert lines[0] == "Last round, rmse on the clients' own test samples"
+    assert lines[0].startswith("Last round, rmse on the clients' own test samples")
     heads, slow, fast = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (lines[2], lines[4], lines[5]))
     assert heads == ["run", "mean", "worst tenth", "variance", "mean mae", "mean r2", "rounds"]
     mean, worst = (re.fullmatch(r"\*\*(.+)\*\*", cell) for cell in fast[1:3])
     assert mean is not None
     assert worst is not None
-    assert float(mean[1]) < float(slow[1])
-    assert float(worst[1]) > float(mean[1])
+    assert float(mean[1].split()[0]) < float(slow[1].split()[0])
+    assert float(worst[1].split()[0]) > float(mean[1].split()[0])
     report = Path("comparison/report.html").read_text()
     assert "How many clients end with which rmse" in report
     assert "accuracy" not in report.lower()
+
+
+@pytest.mark.parametrize("headline", ["rmse", "r2"])
+def test_the_best_round_is_that_of_the_headline_metric(headline: str, tmp_path: Path) -> None:
+    """Also after a resume, whatever way is better."""
+    values: list[float] = []
+
+    def run(rounds: int, **more: Any) -> FederatedCheckpoint:
+        best = FederatedCheckpoint(dirpath=tmp_path)
+        method = regression(lr=0.05, momentum=0.9)
+        method.task = Regression(headline=headline)
+        data = TensorFederation(sites().inputs, sites().targets, partition=IID(4), seed=0)
+        fit(method, data, rounds, callbacks=[best, Noted(f"val/{headline}", values)], **more)
+        return best
+
+    run(3, enable_checkpointing=True)
+    best = run(6, enable_checkpointing=True, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert best.monitor == f"val/{headline}"
+    assert len(values) == 6
+    assert float(best.best_model_score) == pytest.approx(min(values) if headline == "rmse" else max(values))
+
+
+class Noted(Callback):
+    """Notes a metric after every validation."""
+
+    def __init__(self, name: str, values: list[float]) -> None:
+        self.name, self.values = name, values
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.values.append(float(trainer.callback_metrics[self.name]))
 
 
 def test_progress_names_what_counts() -> None:

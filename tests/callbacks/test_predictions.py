@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from fl_lightning.callbacks import PredictionWriter
+from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedPer
+from fl_lightning.module import FederatedModule
+from tests.matrix import PROBLEMS, attempt
 from tests.support import CLASSES, blobs, fit, mlp, trainer
 
 
@@ -53,3 +56,53 @@ def test_parquet_needs_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(FederationError, match="needs pyarrow"):
         PredictionWriter("p.parquet")
+
+
+def written(task: str, path: Path) -> tuple[FederatedModule, TensorFederation]:
+    """Predictions of a method that was fitted to a task."""
+    data, method = PROBLEMS[task].data(), attempt(task=task, method="FedPer", optimizer="Adam")
+    assert isinstance(method, FederatedModule)
+    trainer(callbacks=[PredictionWriter(str(path))]).predict(method, datamodule=data, return_predictions=False)
+    return method, data
+
+
+@pytest.mark.parametrize("task", ["MultiLabel", "Regression", "NextToken"])
+def test_tables_of_other_tasks(task: str, tmp_path: Path) -> None:
+    """Targets and predictions are what the task says of an ordinary forward pass; no probability is made up."""
+    method, data = written(task, tmp_path / "p.csv")
+    with (tmp_path / "p.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert ("p0" in rows[0]) is (task == "MultiLabel")
+    federation, start = data.federation, 0
+    for client, index in enumerate(federation.test):
+        method.net.load_state_dict(method.personal_state(client))
+        with torch.no_grad():
+            x = federation.inputs[index]
+            output = method.net(x.double() if x.is_floating_point() else x)
+        wanted = {"target": federation.targets[index], "predicted": method.task.predict(output)}
+        if task == "MultiLabel":
+            wanted["p"] = output.sigmoid()
+        for name, values in wanted.items():
+            own = values.reshape(len(index), -1)
+            columns = [name] if values.dim() == 1 else [f"{name}{k}" for k in range(own.shape[1])]
+            found = [[float(row[column]) for column in columns] for row in rows[start : start + len(index)]]
+            np.testing.assert_allclose(found, own.numpy(), atol=1e-12)
+        start += len(index)
+    assert start == len(rows)
+
+
+def test_masks_are_arrays(tmp_path: Path) -> None:
+    _, data = written("Segmentation", tmp_path / "p.npz")
+    found = np.load(tmp_path / "p.npz")
+    assert found["predicted"].shape == found["target"].shape == (12, 5, 4)
+    federation = data.federation
+    assert np.array_equal(found["target"], federation.targets[federation.test.flat])
+    assert found["client"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    with pytest.raises(FederationError, match=r"p\.csv cannot hold predictions of shape \(5, 4\): give .* \.npz"):
+        written("Segmentation", tmp_path / "p.csv")
+    writer = PredictionWriter()
+    run = trainer(callbacks=[writer], default_root_dir=tmp_path)
+    method = attempt("FedAvg", "Segmentation", "SGD")
+    assert isinstance(method, FederatedModule)
+    run.predict(method, datamodule=PROBLEMS["Segmentation"].data(), return_predictions=False)
+    assert writer.path == tmp_path / "predictions.npz"

@@ -15,9 +15,13 @@ from fl_lightning.datamodules import IID, FromArrays, FromDataset, FromFrame, Ta
 from fl_lightning.engine import Job, make_engine
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg
-from tests.support import mlp
+from fl_lightning.nets import MLP
+from fl_lightning.tasks import Regression
+from tests.support import fit, mlp
 
 ROWS = 40
+#: The first line of a small file.
+HEAD = "site,days,age\n"
 
 
 def columns(seed: int = 0) -> dict[str, np.ndarray]:
@@ -101,7 +105,24 @@ def test_pandas_and_polars_and_arrow() -> None:
     frame = pandas.DataFrame(table).astype({"ward": "category"})
     assert torch.equal(FromFrame(frame, client="site", target="days").federation.inputs, expected)
     pyarrow = pytest.importorskip("pyarrow")
-    assert torch.equal(FromFrame(pyarrow.table(table), client="site", target="days").federation.inputs, expected)
+    arrow = pyarrow.table(table)
+    for given in (arrow, Only(arrow, "__arrow_c_stream__"), Only(frame, "__dataframe__")):
+        assert torch.equal(FromFrame(given, client="site", target="days").federation.inputs, expected)
+    polars = pytest.importorskip("polars")
+    for given in (polars.DataFrame(table), polars.DataFrame(table).lazy()):
+        assert torch.equal(FromFrame(given, client="site", target="days").federation.inputs, expected)
+
+
+class Only:
+    """A table that offers one protocol and nothing else."""
+
+    def __init__(self, table: Any, protocol: str) -> None:
+        self.table, self.protocol = table, protocol
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self.protocol:
+            raise AttributeError(name)
+        return getattr(self.table, name)
 
 
 class Columns:
@@ -152,7 +173,32 @@ def test_tables_that_do_not_fit(change: dict[str, Any], options: dict[str, Any],
     ("call", "sentence"),
     [
         (lambda p: Table(str(p / "none.csv"), "site", "days"), r"There is no file .*none.csv"),
-        (lambda p: Table(str(p), "site", "days"), r"is no table: give a .csv"),
+        (lambda p: Table(str(p), "site", "days"), r"There is no file"),
+        (lambda p: Table(file(p, "x.txt", "a"), "site", "days"), r"is no table: give a .csv"),
+        (lambda p: Table(file(p, "x.csv", ""), "site", "days"), r"x.csv has no rows"),
+        (lambda p: Table(file(p, "x.csv", "site,days\n"), "site", "days"), r"x.csv has no rows"),
+        (lambda p: Table(file(p, "x.csv", "site;days\na;1\n"), "site", "days"), r"separates columns by semicolons"),
+        (lambda p: Table(file(p, "x.csv", "a,b,b\n1,2,3\n"), "a", "b"), r"several columns called 'b'"),
+        (lambda p: Table(file(p, "x.csv", b"site,days\n\xfc,1\n"), "site", "days"), r"x.csv is no text in UTF-8"),
+        (lambda p: Table(file(p, "x.csv", f"{HEAD}a,1,\na,2,3\n"), "site", "days"), r"Column age has 1 of 2 places"),
+        (lambda p: Table(file(p, "x.csv", f"{HEAD}a,1,NA\na,2,3\n"), "site", "days"), r"Column age has 1 of 2 places"),
+        (lambda p: Table(file(p, "x.csv", f"{HEAD}a,1,f\na,2,\n"), "site", "days"), r"Column age .* has gaps"),
+        (lambda p: Table(file(p, "x.csv", f"{HEAD},1,2\na,2,3\n"), "site", "days"), r"Some samples have no client"),
+        (lambda p: FromFrame(columns(), client="site", target=[]), r"no columns to predict: name some as target"),
+        (lambda p: FromFrame(columns(), client="site", target=None), r"target must be a list of names"),  # type: ignore[arg-type]
+        (lambda p: FromFrame(columns(), client="site", target="site"), r"site says whose a row is"),
+        (lambda p: FromFrame(columns(), "site", "days", features="age"), r"features must be a list of names"),
+        (lambda p: FromFrame(columns(), "site", "days", features=["age", "age"]), r"features names age twice"),
+        (lambda p: FromFrame(columns(), "site", "days", partition=IID(3)), r"by their clients or by IID, not both"),
+        (lambda p: FromArrays(np.ones((4, 2)), [0, 1] * 2, clients=np.ones((4, 2))), r"clients must be one column"),
+        (lambda p: FromArrays(np.ones((4, 2)), [0, 1] * 2, clients="site"), r"clients must be one column"),
+        (lambda p: FromArrays(saved(p, np.ones(3, dtype=">f4")), [0] * 3), r"its numbers are >f4, another machine's"),
+        (lambda p: FromDataset({"train": [1]}), r"one data set, not several by name: choose of train"),
+        (lambda p: FromDataset([]), r"The data set has no samples"),
+        (lambda p: FromDataset([1.0]), r"A sample has no 0: it is of <class 'float'>"),
+        (lambda p: FromDataset([([1.0], 0)], client=lambda s: s["who"]), r"client cannot be worked out of a sample"),
+        (lambda p: FromDataset([([1.0], 0), ([1.0], None)]), r"Some samples have no targets"),
+        (lambda p: FromDataset([([1.0], 0, "a")] * 8, client=2, partition=IID(2)), r"by their clients or by IID"),
         (lambda p: FromFrame(3, client="a", target="b"), r"A table is a DataFrame.* not int"),
         (lambda p: FromFrame({"a": [], "b": []}, client="a", target="b"), r"The table has no rows"),
         (lambda p: FromArrays(str(p / "x.npy"), [1]), r"inputs: .*x.npy cannot be read as a .npy file"),
@@ -164,6 +210,53 @@ def test_tables_that_do_not_fit(change: dict[str, Any], options: dict[str, Any],
 def test_what_cannot_be_read(call: Any, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(FederationError, match=sentence):
         call(tmp_path)
+
+
+def file(folder: Path, name: str, text: str | bytes) -> str:
+    (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(folder / name)
+
+
+def saved(folder: Path, array: np.ndarray) -> str:
+    np.save(folder / "x.npy", array)
+    return str(folder / "x.npy")
+
+
+def test_a_file_is_held_out_of_as_other_data(tmp_path: Path) -> None:
+    rows = "".join(f"{'ab'[i % 2]},{i % 5},{i}\n" for i in range(20))
+    data = Table(file(tmp_path, "x.CSV", f"{HEAD}{rows}\n\n"), "site", "days")
+    assert data.val_fraction == 0.2
+    assert data.federation.val is not None
+    assert len(data.samples.targets) == 20  # blank lines are no rows
+
+
+def test_codes_with_leading_zeros_are_words(tmp_path: Path) -> None:
+    """Clients 007 and 7 are two."""
+    rows = "".join(f"{'007' if i % 2 else '7'},{i % 3},0.{i}\n" for i in range(12))
+    data = Table(file(tmp_path, "x.csv", HEAD + rows), "site", "days")
+    assert data.federation.meta["user"] == ["007", "7"]
+    assert data.feature_names == ["age"]
+
+
+def test_whole_numbers_are_targets_of_a_regression() -> None:
+    """Also if they begin at 1, are far apart, or are below 0; a net is refused by what the task says."""
+    for days in (np.arange(ROWS) % 7 + 1, 10**6 * (np.arange(ROWS) + 1), np.arange(ROWS) - 20):
+        data = FromFrame({**columns(), "days": days}, client="site", target="days", seed=0)
+        method = FedAvg(MLP(data.input_shape[0], (), 1), task="Regression", engine="sequential")
+        fit(method, data, 1)
+        assert Regression().outputs(data.federation.targets) == 1
+    assert FromFrame({**columns(), "days": 10**6 * np.arange(ROWS)}, client="site", target="days").num_classes == 0
+
+
+def test_images_have_their_channels_first() -> None:
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 4, 5, 3)).astype(np.uint8)
+    rows = [
+        {"x": image.fromarray(p), "y": image.fromarray(p[:, :, 0]), "who": "ab"[i % 2]} for i, p in enumerate(pixels)
+    ]
+    federation = FromDataset(rows, client="who", inputs="x", target="y").federation
+    assert np.array_equal(federation.inputs, pixels.transpose(0, 3, 1, 2))
+    assert np.array_equal(federation.targets, pixels[:, :, :, 0])  # a mask is as it is
 
 
 class Rows(Dataset[Any]):

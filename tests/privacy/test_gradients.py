@@ -61,6 +61,21 @@ def test_without_a_bias_direction_and_pixel_range_give_the_sample(label: int) ->
     assert float(psnr(found[:1] * STD, x * STD)) > 110
 
 
+@pytest.mark.parametrize("noise", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_of_small_changes_hides_neither_scale_nor_sign(noise: float, seed: int) -> None:
+    """A confident model changes little, and much of the change is then rounding error of the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    x = digit(seed)
+    change = torch.outer(torch.randn(12, generator=generator), x[0])
+    change += noise * change.pow(2).mean().sqrt() * torch.randn(change.shape, generator=generator)
+    one = rank_one(change)
+    assert one is not None
+    assert one.error == pytest.approx(noise / 12**0.5, rel=0.3)
+    found = in_range(one.direction, LOW, HIGH, one.error)
+    assert float(psnr(found[:1] * STD, x * STD)) > -20 * np.log10(noise) + 10
+
+
 def test_factorised_layers_leak_by_their_right_factors_alone() -> None:
     torch.manual_seed(1)
     model, x = net(FactorizedLinear(64, 12, factors=7)), digit(3)
@@ -134,6 +149,43 @@ def test_matching_finds_sample_and_label_where_the_head_stays_home(steps: int) -
     assert found.distance < 1e-3
     assert float(psnr(found.images, x)) > 25
     assert found.labels.tolist() == [3]
+
+
+def plain_geiping(model: nn.Module, seen: list[Tensor], y: Tensor, start: Tensor, steps: int) -> Tensor:
+    """Geiping et al. (2020) on an ordinary model, written out."""
+    x = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.1)
+    wanted = torch.cat([value.flatten() for value in seen])
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * 0.1 ** sum(step >= int(part * steps) for part in (3 / 8, 5 / 8, 7 / 8))
+        grads = torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()], create_graph=True)
+        flat = torch.cat([value.flatten() for value in grads])
+        cost = 1 - (flat @ wanted) / (flat.norm() * wanted.norm())
+        cost = cost + 0.1 * ((x.diff(dim=2)).abs().mean() + (x.diff(dim=3)).abs().mean())
+        optimizer.zero_grad()
+        (gradient,) = torch.autograd.grad(cost, x)
+        x.grad = gradient.sign()
+        optimizer.step()
+        with torch.no_grad():
+            x.clamp_(0, 1)
+    return x.detach()
+
+
+def test_matching_is_as_strong_as_a_plain_one_on_a_convolutional_net() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(6 * 64, 4)).double()
+    x = torch.zeros(1, 1, 10, 10).double()
+    x[..., 2:8, 3:6] = 0.9
+    y, start = torch.tensor([2]), torch.rand(1, 1, 10, 10, generator=torch.Generator().manual_seed(1)).double()
+    seen, steps = gradients(model, x, y), 200
+    state = {name: value.detach() for name, value in model.named_parameters()}
+    matching = Matching(steps=steps)
+    ours = matching.descend(model_loss(model), state, seen, y, start, lambda images: images, LocalSteps(), steps)
+    theirs = plain_geiping(model, [*seen.values()], y, start, steps)
+    assert float(psnr(ours.images, x)) > 20
+    assert float(psnr(ours.images, x)) > float(psnr(theirs, x)) - 0.5
 
 
 def test_the_right_sample_has_no_distance() -> None:

@@ -79,6 +79,29 @@ def test_rmia_by_hand() -> None:
     assert [int(value * 4) for value in stricter] == [0, 0]
 
 
+@pytest.mark.parametrize("online", [True, False])
+def test_rmia_is_that_of_plain_loops(online: bool) -> None:
+    """Sample by sample and other by other, as the paper writes it; the order of samples is the same but for ties."""
+    target, shadows, _, inside = game(8, 30)
+    p, q = target.sigmoid(), shadows.sigmoid()
+    rng = np.random.default_rng(2)
+    others, theirs = torch.from_numpy(rng.random(40)), torch.from_numpy(rng.random((8, 40)))
+    a = 0.3
+    expected = []
+    for k in range(30):
+        outs = [float(q[m, k]) for m in range(8) if not inside[m, k]]
+        ins = [float(q[m, k]) for m in range(8) if inside[m, k]]
+        out = sum(outs) / len(outs)
+        mean = (out + sum(ins) / len(ins)) / 2 if online else ((1 + a) * out + 1 - a) / 2
+        hits = 0
+        for z in range(40):
+            ratio = float(p[k]) / mean / (float(others[z]) / (((1 + a) * float(theirs[:, z].mean()) + 1 - a) / 2))
+            hits += ratio >= 1
+        expected.append(hits)
+    found = rmia(p, q, ~inside, others, theirs, inside if online else None) * 41
+    assert [int(value) for value in found] == expected
+
+
 def test_samples_without_a_reference_are_refused() -> None:
     target, shadows, _, inside = game(4, 10)
     with pytest.raises(FederationError, match="needs a reference model on this side"):

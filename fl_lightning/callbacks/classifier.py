@@ -1,0 +1,195 @@
+"""Attacks on any LightningModule that classifies; it need not know of federations."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning import seeding
+from fl_lightning.callbacks.base import Several
+from fl_lightning.errors import FederationError
+from fl_lightning.metrics import membership_intervals, membership_summary, psnr
+from fl_lightning.privacy import scores
+from fl_lightning.privacy.figures import images_figure, roc_figure, show_figure
+from fl_lightning.privacy.gradients import Matching, in_range, labels_of_head, model_loss, rank_one
+from fl_lightning.privacy.inference import answers_of
+
+#: Inputs and labels.
+Samples = tuple[Tensor, Tensor]
+
+
+class ClassifierAttackCallback(Several):
+    """Asks at the end of a fit or a test what a classifier tells of its samples.
+
+    Membership: ``loss``, and with shadows ``lira``, ``lira_online``, ``rmia`` and ``rmia_online``. Shadows are modules
+    of the adversary's own, each trained by a stock Trainer on a random half of the samples in question, so that every
+    sample is in half of them. Gradient leakage: one non-member out of the gradient that the module would send for it.
+
+    Scores are in :attr:`scores`, under ``attack/...`` in the loggers and in ``attack_classifier.json``; ROC curves and
+    the reconstruction are pictures. The fit is not changed.
+
+    Args:
+        members: inputs and labels that the module was trained on, x of shape (n, ...), y of shape (n,).
+        nonmembers: as many others of the same distribution.
+        make: makes a new module as the attacked one was before its fit, for shadows; None leaves them out.
+        shadows: number of shadows, an even one.
+        epochs: of each.
+        batch_size: of each.
+        low: the smallest value of an input, for leakage.
+        high: the largest.
+        matching: the search for a sample whose gradient is the one seen; None leaves leakage out.
+        seed: of the shadows' halves and batches.
+        folder: where files are written; None means the Trainer's log folder.
+    """
+
+    def __init__(
+        self,
+        members: Samples,
+        nonmembers: Samples,
+        make: Callable[[], LightningModule] | None = None,
+        shadows: int = 8,
+        epochs: int = 10,
+        batch_size: int = 32,
+        low: float = 0.0,
+        high: float = 1.0,
+        matching: Matching | None = Matching(),  # noqa: B008 - frozen
+        seed: int = 0,
+        folder: str | None = None,
+    ) -> None:
+        if shadows < 2 or shadows % 2:
+            raise FederationError(f"shadows must be an even number of 2 or more, not {shadows}.")
+        if not len(members[1]) or not len(nonmembers[1]):
+            raise FederationError("An attack on a classifier needs members and non-members.")
+        self.x = torch.cat((members[0], nonmembers[0]))
+        self.y = torch.cat((members[1], nonmembers[1]))
+        self.members = torch.arange(len(self.y)) < len(members[1])
+        self.make, self.shadows, self.epochs, self.batch_size = make, shadows, epochs, batch_size
+        self.low, self.high, self.matching, self.seed, self.folder = low, high, matching, seed, folder
+        #: Measures by attack.
+        self.scores: dict[str, dict[str, float]] = {}
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attack."""
+        self._strike(trainer, pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attack."""
+        self._strike(trainer, pl_module)
+
+    def _strike(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        training = module.training
+        module.eval()
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng():
+            found = self._membership(module)
+            curves = {name: (value, self.members) for name, value in found.items()}
+            show_figure(trainer, "attack/membership", partial(roc_figure, curves), trainer.global_step, self.folder)
+            self.scores = {name: self._judged(value) for name, value in found.items()}
+            if self.matching is not None:
+                self.scores["leakage"] = self._leakage(trainer, module, self.matching)
+        module.train(training)
+        logged = {f"attack/{how}/{k}": v for how, values in self.scores.items() for k, v in values.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({name: value for name, value in logged.items() if value == value}, trainer.global_step)
+        folder = self.folder or trainer.log_dir
+        if folder is not None and trainer.is_global_zero:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "attack_classifier.json").write_text(json.dumps(self.scores, indent=1))
+
+    def _judged(self, values: Tensor) -> dict[str, float]:
+        summary = membership_summary(values, self.members)
+        kept = ("auroc", "best_accuracy", "tpr_at_1", "tpr_at_01")
+        return {name: float(summary[name]) for name in kept} | membership_intervals(values, self.members)
+
+    def _membership(self, module: LightningModule) -> dict[str, Tensor]:
+        """Scores of all samples, by attack."""
+        target = self._asked(module)
+        found = {"loss": scores.loss_scores(target.loss)}
+        if self.make is None:
+            return found
+        rng = seeding.stream(self.seed, "attack.halves")
+        inside = torch.zeros(self.shadows, len(self.y), dtype=torch.bool)
+        for number in range(0, self.shadows, 2):
+            inside[number, seeding.permutation(rng, len(self.y))[: len(self.y) // 2]] = True
+            inside[number + 1] = ~inside[number]
+        known = [self._asked(self._shadow(number, own)) for number, own in enumerate(inside)]
+        odds, chances = torch.stack([one.confidence for one in known]), torch.stack([-one.loss for one in known]).exp()
+        found["lira"] = scores.lira_offline(target.confidence, odds, ~inside)
+        found["lira_online"] = scores.lira_online(target.confidence, odds, inside, ~inside)
+        chance = (-target.loss).exp()
+        # Models that were trained on some of the population have seen as many of all samples.
+        found["rmia"] = scores.rmia(chance, chances, ~inside, chance, chances)
+        found["rmia_online"] = scores.rmia(chance, chances, ~inside, chance, chances, inside)
+        return found
+
+    @torch.no_grad()
+    def _asked(self, module: LightningModule) -> Any:
+        logits = [module(part.to(module.device)).double().cpu() for part in torch.split(self.x, 512)]
+        return answers_of(torch.cat(logits), self.y)
+
+    def _shadow(self, number: int, inside: Tensor) -> LightningModule:
+        assert self.make is not None
+        module = self.make()
+        torch.manual_seed(int(seeding.stream(self.seed, "attack.shadow", client=number).integers(2**31)))
+        log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            Trainer(
+                max_epochs=self.epochs,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                accelerator="cpu",
+                devices=1,
+            ).fit(module, DataLoader(TensorDataset(self.x[inside], self.y[inside]), self.batch_size, shuffle=True))
+        finally:
+            log.setLevel(level)
+        return module.eval()
+
+    def _leakage(self, trainer: Trainer, module: LightningModule, matching: Matching) -> dict[str, float]:
+        """PSNR of one non-member, by reading the first layer and by matching."""
+        place = int(self.members.sum())
+        x, y = self.x[place : place + 1].to(module.device), self.y[place : place + 1].to(module.device)
+        state = {name: value.detach() for name, value in module.named_parameters() if value.requires_grad}
+        leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
+        grads = torch.autograd.grad(model_loss(module, F.cross_entropy)(leaves, x, y), [*leaves.values()])
+        change = dict(zip(leaves, grads, strict=True))
+        low, span = self.low, self.high - self.low
+        head = list(change.values())[-1]
+        labels = labels_of_head(head if head.dim() == 1 else head.sum(1), 1)
+        match = matching.search(
+            model_loss(module, F.cross_entropy),
+            state,
+            change,
+            labels,
+            x.shape,
+            seeding.stream(self.seed, "attack.matching"),
+            lambda images: low + span * images,
+        )
+        images = {"matching": low + span * match.images}
+        first = next((value for value in change.values() if value.dim() == 2 and value.shape[1] == x[0].numel()), None)
+        one = None if first is None else rank_one(first)
+        if one is not None:
+            ends = torch.tensor(self.low).to(x), torch.tensor(self.high).to(x)
+            images["rank_one"] = in_range(one.direction, *ends, one.error)[:1].view_as(x)
+        near = {name: float(psnr(image, x, span).clamp(max=150.0)) for name, image in images.items()}
+        best = max(near, key=lambda name: near[name])
+        shown = (x - low) / span, (images[best] - low) / span
+        if x.dim() == 4:
+            figure = partial(images_figure, *shown, [f"{best}\nlabel {int(y)}, found {int(labels)}"])
+            show_figure(trainer, "attack/leakage", figure, trainer.global_step, self.folder)
+        grey = float(psnr(torch.full_like(x, low + span / 2), x, span))
+        return {"grey": grey, **near}
