@@ -51,12 +51,17 @@ class FedCluster(ClusteredModule):
     # server
 
     def setup(self, stage: str) -> None:
-        """Refuse more groups than there are clients."""
+        """Refuse more groups than there are clients, and groups by classes that some have not told."""
         super().setup(stage)
         clients = len(self.roster)
         if self.clusters > clients:
             raise FederationError(
                 f"{clients} clients cannot form {self.clusters} groups: set clusters to {clients} or less."
+            )
+        if self.groups == "dominant" and any(DOMINANT not in client.told for client in self.roster):
+            raise FederationError(
+                "groups='dominant' divides clients by what they tell when they join, so that all have to join before "
+                "the run begins: leave min_clients out, or take groups='random'."
             )
 
     def cluster_of(self, client: int) -> int:

@@ -51,7 +51,7 @@ class WeightErosion(AgentsOfInterest):
         """Let the weights wear away and normalise what is left; clients that were left out lose nothing."""
         clients = self.clients_known
         penalty = 0.1 / clients if self.distance_penalty is None else self.distance_penalty
-        sizes = torch.tensor([client.samples for client in self.roster])
+        sizes = torch.tensor([client.samples for client in self.roster]).clamp_min(1)  # 0 before a client joins
         passes = (self.this_round - 1) * self.local.batch_size // sizes
         relative = (distances / moved[:, None]).where(moved[:, None] >= TINY, 0.0).nan_to_num(0.0)
         left = (self._left() - penalty * (1 + self.size_penalty * passes) * relative).clamp_min(0.0)

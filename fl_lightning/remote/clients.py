@@ -41,8 +41,8 @@ class RemoteClients:
         method: the server's method, not trained yet.
         transport: the way to the sites.
         places: how many clients the federation has.
-        least: clients without which neither the run begins nor a round ends (of a stage with fewer, all of it); None
-            means all.
+        least: clients without which the run does not begin; no more may be missing in a round than then. None means
+            all.
         patience: seconds that the clients of a stage may take to answer.
         attempts: how often those that a round needs are asked before the run ends.
         callbacks: the run's callbacks; those that protect clients have to be at the sites, too.
@@ -114,10 +114,17 @@ class RemoteClients:
                 continue
             yield self._took(known[1], known[2])
         jobs = {n: [self._job(TRAIN, n, setting, {"max_steps": max_steps})] for n in left}
-        needed = min(self.least, len({self.method.client_of(number) for number in messages}))
+        asked, cohort = (
+            {self.method.client_of(n) for n in some} for some in (messages, self.method.cohort(setting.round))
+        )
+        needed = max(self._needed(len(asked)), int(asked == set(cohort)))
         needed -= len({self.method.client_of(number) for number in messages.keys() - left.keys()})
         for number, said, sent in self._work(jobs, {n: [m] for n, m in left.items()}, needed):
             yield self._took(*self._trained(number, said[0], sent[0]))
+
+    def _needed(self, asked: int) -> int:
+        """How many of so many clients have to answer, if no more may be missing than of all."""
+        return max(0, asked - (self.places - self.least))
 
     def _took(self, returned: Returned, kept: Kept | None) -> Returned:
         if kept is not None:
@@ -164,7 +171,7 @@ class RemoteClients:
                     parts[client].append(sent)
         asked = {number: self._asked(number, *one) for number, one in coming.items()}
         found = []
-        for client, said, answers in self._work(jobs, parts, min(self.least, len(messages))):
+        for client, said, answers in self._work(jobs, parts, self._needed(len(messages))):
             if said[0].get("scored"):
                 found.append(scores_of(answers[0], client))
             for job, one, tensors in zip(jobs[client][1:], said[1:], answers[1:], strict=True):
@@ -175,10 +182,12 @@ class RemoteClients:
         return Scores.joined(sorted(found, key=lambda scores: int(scores.clients)))
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
-        """What clients tell; all of them have to."""
+        """What clients tell; of those that are absent nothing."""
         number = self.method.evaluated_as
         jobs = {client: [self._job(TELL, number(client), setting, {}, client)] for client in messages}
-        answers = self._work(jobs, {client: [message] for client, message in messages.items()}, len(messages))
+        answers = self._work(
+            jobs, {client: [message] for client, message in messages.items()}, self._needed(len(messages))
+        )
         return {client: sent[0] for client, _, sent in answers}
 
     def _coming(self, split: Split) -> dict[int, tuple[Setting, State]]:

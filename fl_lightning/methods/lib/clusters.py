@@ -182,7 +182,9 @@ class ChosenClusters(ClusterModels):
         known = {client: self.knows(client) for client in clients}
         unknown = {client: self.evaluation_down(client) for client, cluster in known.items() if cluster is None}
         told = self.exchange.tell(self.setting(EVALUATION), unknown) if unknown else {}
-        return {client: int(told[client][CHOICE]) if q is None else q for client, q in known.items()}
+        # One that is absent does not answer; it is sent nothing either.
+        chosen = {client: int(said[CHOICE]) for client, said in told.items()}
+        return {client: chosen.get(client, 0) if q is None else q for client, q in known.items()}
 
 
 def balanced(rng: np.random.Generator, clients: int, clusters: int) -> list[int]:
