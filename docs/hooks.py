@@ -32,6 +32,8 @@ START = ["quickstart", "choose", "cheat-sheet", "examples", "concepts", "faq"]
 GUIDES = ["own-data", "partitions", "own-task", "add-a-method", "fairness", "privacy", "deploy", "dashboard", "sweeps"]
 GUIDES += ["gpu", "performance", "reliability", "coming-from"]
 REFERENCE = ["architecture", "citing"]
+#: Pages of the repository that are pages of the site, too.
+OUTSIDE = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\(\s*)([^)\s#]+)(#[^)\s]*)?(\s*\))")
 
@@ -60,8 +62,7 @@ def navigation() -> list[Any]:
                 {"Command line": ["cli.md", *(f"cli/{command}.md" for command in COMMANDS)]},
                 {"Python": [{module: f"api/{module}.md"} for module in modules()]},
                 *pages(REFERENCE),
-                {"Changelog": source_page(ROOT / "CHANGELOG.md")},
-                {"Contributing": source_page(ROOT / "CONTRIBUTING.md")},
+                *({title(ROOT / name): source_page(ROOT / name)} for name in OUTSIDE),
             ]
         },
     ]
@@ -136,7 +137,7 @@ def on_files(files: Any, config: Any) -> Any:
     made["index.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
     made["cli.md"] = commands_page()
     made |= {f"cli/{command}.md": command_page(command) for command in COMMANDS}
-    for source in sorted({*sources(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"}):
+    for source in sorted({*sources(), *(ROOT / name for name in OUTSIDE)}):
         made[source_page(source)] = source_text(source)
     for path, text in made.items():
         if files.get_file_from_path(path) is None:
@@ -150,7 +151,8 @@ def written() -> dict[str, tuple[Path, str]]:
         path.relative_to(DOCS).as_posix(): (path.parent, path.read_text(encoding="utf-8"))
         for path in DOCS.rglob("*.md")
     }
-    return {"index.md": (ROOT, (ROOT / "README.md").read_text(encoding="utf-8")), **pages}
+    outside = {"index.md": "README.md"} | {source_page(ROOT / name): name for name in OUTSIDE}
+    return {place: (ROOT, (ROOT / name).read_text(encoding="utf-8")) for place, name in outside.items()} | pages
 
 
 def sources() -> set[Path]:
@@ -180,7 +182,7 @@ def source_text(source: Path) -> str:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links that leave docs/ lead to pages of the site; methods show what was measured."""
     place = page.file.src_uri
-    if place.startswith(("source/", "api/", "cli/")):
+    if place.startswith(("source/", "api/", "cli/")) and place not in written():
         return markdown
     if place.startswith("methods/"):
         markdown += measured(DOCS / place)
