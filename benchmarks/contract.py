@@ -1,14 +1,14 @@
-"""How long methods are and how far one round walks: ``python -m benchmarks.contract [ROOT]``.
+"""How long methods are and how far one round walks: ``python benchmarks/contract.py [ROOT]``.
 
 Lines of code are those of a method's file without imports, docstrings, comments and blank lines. A walk counts the
-files of the library that one round enters, and the calls from one file into another.
+files of the library that one round enters, and the calls from one file into another: of the round itself, and of the
+round with the evaluation after it.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,47 +31,57 @@ def code_lines(source: str) -> int:
     return sum(bool(line.strip()) and not line.strip().startswith("#") and n not in left_out for n, line in lines)
 
 
-def walk(package: str, work: Callable[[], Any]) -> tuple[int, int]:
-    """Files entered and calls from one file into another while something is done."""
-    files: set[str] = set()
-    crossed = 0
+class Walk:
+    """Counts files entered, and calls from one file into another, while it is switched on.
 
-    def look(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal crossed
+    Args:
+        package: what the paths of the files that count have in them.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.files: set[str] = set()
+        self.crossed = 0
+
+    def look(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note a call."""
         name = frame.f_code.co_filename
-        if event != "call" or package not in name:
+        if event != "call" or self.package not in name:
             return
-        files.add(name)
+        self.files.add(name)
         caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
-        crossed += package in caller and caller != name
-
-    sys.setprofile(look)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return len(files), crossed
+        self.crossed += self.package in caller and caller != name
 
 
 def rounds(root: Path) -> dict[str, tuple[int, int]]:
-    """The walks of one round of FedAvg and of WAFFLe, four clients, stacked."""
+    """The walks of one round of FedAvg and of WAFFLe, four clients, stacked, without and with evaluation."""
     sys.path.insert(0, str(root))
-    from fl_lightning.callbacks import FederatedCallback
+    from lightning.pytorch import Callback
+
     from fl_lightning.methods import FedAvg, WAFFLe
     from tests.support import blobs, fit, mlp
 
+    class Switch(Callback):
+        """Walks from the beginning of the round to its end, or to the end of the evaluation."""
+
+        def __init__(self, walk: Walk, last: str) -> None:
+            self.walk, self.last = walk, last
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            sys.setprofile(self.walk.look)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            sys.setprofile(self.walk.look if self.last == "evaluation" else None)
+
+        def on_validation_end(self, *args: Any) -> None:
+            sys.setprofile(None)
+
     found = {}
-    for name, method in (
-        ("FedAvg", FedAvg(mlp(), engine="stacked")),
-        ("WAFFLe", WAFFLe(mlp(), {"fc1": 6}, epochs=2, engine="stacked")),
-    ):
-        step = method.training_step
-
-        def counted(batch: Any, index: int, step: Any = step, name: str = name) -> None:
-            found[name] = walk("fl_lightning", lambda: step(batch, index))
-
-        method.training_step = counted  # type: ignore[method-assign, assignment]
-        fit(method, blobs(), 1, callbacks=[FederatedCallback()], limit_val_batches=0)
+    for last in ("round", "evaluation"):
+        for method in (FedAvg(mlp(), engine="stacked"), WAFFLe(mlp(), {"fc1": 6}, epochs=2, engine="stacked")):
+            walk = Walk(f"{root}/fl_lightning/")
+            fit(method, blobs(), 1, callbacks=[Switch(walk, last)])
+            found[f"{type(method).__name__} {last}"] = len(walk.files), walk.crossed
     return found
 
 
@@ -86,4 +96,4 @@ if __name__ == "__main__":
         for path in found:
             print(f"{path.stem:20s} {code_lines(path.read_text()):4d}")
     for name, (files, crossed) in rounds(root).items():
-        print(f"{name}: {files} files entered, {crossed} calls from one file into another")
+        print(f"{name:<18} {files} files entered, {crossed} calls from one file into another")

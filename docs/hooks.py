@@ -1,22 +1,25 @@
 """Site of the repository: navigation, API pages, sources that pages link to, links to measured tables.
 
-Everything is derived from what lies there, so a new method, page or module appears by itself. Nothing of the library
-that needs torch is imported.
+Everything is derived from what lies there, so a new method, page, command or module appears by itself.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from markdown.extensions.toc import slugify
 from mkdocs.structure.files import File
 
-from fl_lightning.cli.commands import usage
+from fl_lightning.cli.commands import COMMANDS, main, usage
 from fl_lightning.papers import tables
 from fl_lightning.papers.layout import Layout
 from fl_lightning.papers.records import Records
@@ -24,36 +27,68 @@ from fl_lightning.papers.records import Records
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RECORDS = Records(ROOT / "results")
-#: Order of the pages that come first; pages that are not there are left out, others follow by themselves.
-FIRST = ["quickstart", "concepts", "methods", "partitions", "fairness", "privacy", "dashboard", "examples"]
-LAST = ["add-a-method", "performance", "results", "architecture", "cli", "api"]
+#: Pages that are in their part of the sidebar, in order; those that are not there are left out, others are guides.
+START = ["quickstart", "choose", "cheat-sheet", "examples", "concepts", "faq"]
+GUIDES = ["own-data", "partitions", "own-task", "add-a-method", "fairness", "privacy", "deploy", "dashboard", "sweeps"]
+GUIDES += ["gpu", "performance", "reliability", "coming-from"]
+REFERENCE = ["architecture", "citing"]
+#: Pages of the repository that are pages of the site, too.
+OUTSIDE = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\(\s*)([^)\s#]+)(#[^)\s]*)?(\s*\))")
 
 
 def on_config(config: Any) -> Any:
     """The navigation, from the pages that there are."""
-    config.nav = [{"Home": "index.md"}, *navigation()]
+    config.nav = navigation()
     return config
 
 
 def navigation() -> list[Any]:
-    """Pages in order: known ones first, then those that nobody ordered."""
+    """Five parts, each a tab of the site; a page that nobody ordered is a guide."""
     found = sorted(path.stem for path in DOCS.glob("*.md"))
-    others = [name for name in found if name not in (*FIRST, *LAST)]
-    nav: list[Any] = []
-    for name in (*FIRST, *others, *LAST):
-        if name == "methods":
-            nav.append({"Methods": [{title(page): f"methods/{page.name}"} for page in method_pages()]})
-        elif name == "results":
-            nav.append({"Results": ["results.md", *(f"results/{page}.md" for page in result_pages())]})
-        elif name == "api":
-            nav.append({"API": [{module: f"api/{module}.md"} for module in modules()]})
-        elif name == "cli":
-            nav.append({"Command line": "cli.md"})
-        elif name in found:
-            nav.append({title(DOCS / f"{name}.md"): f"{name}.md"})
-    return nav
+    others = [name for name in found if name not in (*START, *GUIDES, *REFERENCE, "results")]
+
+    def pages(names: list[str]) -> list[Any]:
+        return [{title(DOCS / f"{name}.md"): f"{name}.md"} for name in names if name in found]
+
+    return [
+        {"Start": ["index.md", *pages(START)]},
+        {"Guides": pages([*GUIDES, *others])},
+        {"Methods": [{title(page): f"methods/{page.name}"} for page in method_pages()]},
+        {"Results": ["results.md", *(f"results/{page}.md" for page in result_pages())]},
+        {
+            "Reference": [
+                {"Command line": ["cli.md", *(f"cli/{command}.md" for command in COMMANDS)]},
+                {"Python": [{module: f"api/{module}.md"} for module in modules()]},
+                *pages(REFERENCE),
+                *({title(ROOT / name): source_page(ROOT / name)} for name in OUTSIDE),
+            ]
+        },
+    ]
+
+
+def command_page(command: str) -> str:
+    """The page of a command: one sentence, examples, and all that ``--help`` says."""
+    said = io.StringIO()
+    with (
+        contextlib.redirect_stdout(said),
+        contextlib.suppress(SystemExit),
+        mock.patch.dict(os.environ, COLUMNS="100"),
+        mock.patch.object(sys, "argv", ["fl-lightning", command, "--help"]),
+    ):
+        main([command, "--help"])
+    about = COMMANDS[command]
+    example = f"\n```\n{chr(10).join(about.examples)}\n```\n" if about.examples else ""
+    head = f"# fl-lightning {command}\n\n{about.help[0].upper()}{about.help[1:]}.\n"
+    return f"{head}{example}\n```text\n{said.getvalue()}\n```\n"
+
+
+def commands_page() -> str:
+    """The list of all commands."""
+    rows = [f"| [{name}](cli/{name}.md) | {about.help} |" for name, about in COMMANDS.items()]
+    head = "# Command line\n\n`fl-lightning COMMAND [options]`. Wrong input ends in one sentence and exit code 2.\n\n"
+    return head + "| command | |\n|---|---|\n" + "\n".join(rows) + f"\n\n```text\n{usage()}\n```\n"
 
 
 def method_pages() -> list[Path]:
@@ -100,8 +135,9 @@ def on_files(files: Any, config: Any) -> Any:
     """Pages that are made, not written."""
     made = {f"api/{module}.md": api_page(module) for module in modules()}
     made["index.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
-    made["cli.md"] = f"# Command line\n\n```text\n{usage()}\n```\n"
-    for source in sorted(sources()):
+    made["cli.md"] = commands_page()
+    made |= {f"cli/{command}.md": command_page(command) for command in COMMANDS}
+    for source in sorted({*sources(), *(ROOT / name for name in OUTSIDE)}):
         made[source_page(source)] = source_text(source)
     for path, text in made.items():
         if files.get_file_from_path(path) is None:
@@ -115,7 +151,8 @@ def written() -> dict[str, tuple[Path, str]]:
         path.relative_to(DOCS).as_posix(): (path.parent, path.read_text(encoding="utf-8"))
         for path in DOCS.rglob("*.md")
     }
-    return {"index.md": (ROOT, (ROOT / "README.md").read_text(encoding="utf-8")), **pages}
+    outside = {"index.md": "README.md"} | {source_page(ROOT / name): name for name in OUTSIDE}
+    return {place: (ROOT, (ROOT / name).read_text(encoding="utf-8")) for place, name in outside.items()} | pages
 
 
 def sources() -> set[Path]:
@@ -139,13 +176,13 @@ def source_text(source: Path) -> str:
     if source.suffix == ".md":
         return text
     kind = {".py": "python", ".json": "json", ".yaml": "yaml"}.get(source.suffix, "text")
-    return f"# {name}\n\n````{kind}\n{text}\n````\n"
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n````{kind}\n{text}\n````\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links that leave docs/ lead to pages of the site; methods show what was measured."""
     place = page.file.src_uri
-    if place.startswith(("source/", "api/")):
+    if place.startswith(("source/", "api/", "cli/")) and place not in written():
         return markdown
     if place.startswith("methods/"):
         markdown += measured(DOCS / place)

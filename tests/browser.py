@@ -44,14 +44,24 @@ class Board:
 
 def screenshot(url: str, path: Path, width: int = 1400, height: int = 1600) -> None:
     """Save what a browser shows, or skip the test where there is none."""
+    said = _browse(url, f"--window-size={width},{height}", f"--screenshot={path}")
+    assert path.exists(), said.stderr
+
+
+def page_text(url: str) -> str:
+    """A page as it is after its scripts have run, or skip the test where there is no browser."""
+    return _browse(url, "--dump-dom").stdout
+
+
+def _browse(url: str, *options: str) -> subprocess.CompletedProcess[str]:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium to take a picture with")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=15000"]
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=15000", *quiet]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        place = [f"--user-data-dir={profile}", f"--window-size={width},{height}", f"--screenshot={path}"]
-        done = subprocess.run([browser, *options, *place, url], capture_output=True, text=True, timeout=120)
-    assert path.exists(), done.stderr
+        command = [browser, *common, f"--user-data-dir={profile}", *options, url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def colours(path: Path) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fl_lightning
 from fl_lightning import methods
 from fl_lightning.contract import ClientSide
 from fl_lightning.model import NamedModel
@@ -150,3 +153,17 @@ def test_methods_use_no_private_member_of_the_base(kind: type) -> None:
         assert used <= own, owner
     base = {name for owner in FederatedModule.__mro__ for name in private(vars(owner))}
     assert not base & private(own)  # nor does it hide one
+
+
+def test_no_module_is_called_like_one_of_the_standard_library() -> None:
+    root = Path(fl_lightning.__file__).parent
+    names_ = {path.stem for path in root.rglob("*.py")} | {path.parent.name for path in root.rglob("__init__.py")}
+    assert not {name for name in names_ if not name.startswith("__")} & sys.stdlib_module_names
+
+
+def test_a_method_is_a_file_of_its_own() -> None:
+    """Machinery that several share lies in ``methods/lib``."""
+    folder = Path(methods.__file__).parent
+    homes = {getattr(methods, name).__module__.rpartition(".")[2] for name in methods.__all__}
+    assert len(homes) == len(methods.__all__)
+    assert {path.stem for path in folder.glob("*.py")} - homes <= {"__init__", "schedules"}

@@ -19,6 +19,7 @@ import yaml
 from fl_lightning import methods
 from fl_lightning.datamodules import Digits, partitions
 from fl_lightning.module import FederatedModule
+from tests.browser import page_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -121,6 +122,24 @@ def test_links_within_the_site_work(site: Path) -> None:
 @pytest.mark.slow
 def test_methods_show_what_was_measured(site: Path) -> None:
     assert "Measured" in (site / "methods" / "waffle.html").read_text()
+
+
+@pytest.mark.slow
+def test_pages_opened_as_files_can_be_searched(site: Path) -> None:
+    found = page_text(f"file://{site}/index.html?q=scaffold")
+    assert re.search(r"\d+ matching documents", found), "docs/assets/iframe-worker.js runs the search"
+    assert 'href="file' in found
+    assert not re.search(r'href="[^"]*source/fl_lightning[^"]*" class="md-search-result', found), "sources are left out"
+
+
+@pytest.mark.slow
+def test_every_command_has_a_page_with_its_options(site: Path) -> None:
+    from fl_lightning.cli.commands import COMMANDS
+
+    for command in COMMANDS:
+        text = (site / "cli" / f"{command}.html").read_text()
+        assert "usage: fl-lightning" in text, command
+    assert "--model.help" in (site / "cli" / "fit.html").read_text()
 
 
 def test_every_method_has_a_page_that_names_its_code_and_readme_has_a_line() -> None:

@@ -17,28 +17,81 @@ class Command(NamedTuple):
 
     module: str
     help: str
+    examples: tuple[str, ...] = ()
 
 
 COMMANDS = {
-    "fit": Command("fl_lightning.cli.lightning", "train a federation"),
-    "validate": Command("fl_lightning.cli.lightning", "evaluate every client after a run's last round"),
-    "test": Command("fl_lightning.cli.lightning", "evaluate every client on its test set"),
-    "predict": Command("fl_lightning.cli.lightning", "predict the classes of every client's test set"),
+    "fit": Command(
+        "fl_lightning.cli.lightning",
+        "train a federation",
+        (
+            "fl-lightning fit --config quickstart",
+            "fl-lightning fit --config quickstart --dry_run",
+            "fl-lightning fit --config quickstart --model FedProx --model.mu 0.1 --trainer.max_epochs 50",
+            "fl-lightning fit --config quickstart --ckpt_path last",
+        ),
+    ),
+    "validate": Command(
+        "fl_lightning.cli.lightning",
+        "evaluate every client after a run's last round",
+        ("fl-lightning validate --config quickstart --ckpt_path runs/quickstart/version_0/checkpoints/last.ckpt",),
+    ),
+    "test": Command(
+        "fl_lightning.cli.lightning",
+        "evaluate every client on its test set",
+        ("fl-lightning test --config quickstart --ckpt_path runs/quickstart/version_0/checkpoints/last.ckpt",),
+    ),
+    "predict": Command(
+        "fl_lightning.cli.lightning",
+        "predict the classes of every client's test set",
+        ("fl-lightning predict --config quickstart --ckpt_path runs/quickstart/version_0/checkpoints/last.ckpt",),
+    ),
     "serve": Command("fl_lightning.cli.serve", "train a federation of real sites, as their server"),
     "join": Command("fl_lightning.cli.join", "take part in a federation, as a site with data of its own"),
     "federation": Command(
         "fl_lightning.cli.federation", "a server and its sites on this machine, and the same simulated"
     ),
-    "attack": Command("fl_lightning.cli.attack", "carry out a privacy attack on a checkpoint"),
-    "reproduce": Command("fl_lightning.cli.reproduce", "run a published table, put the results beside it"),
-    "compare": Command("fl_lightning.cli.compare", "put finished runs side by side, write a report"),
-    "board": Command("fl_lightning.cli.board", "start TensorBoard, runs named by what differs"),
-    "partition": Command("fl_lightning.cli.partition", "build a partition, show it, write its manifest"),
+    "attack": Command(
+        "fl_lightning.cli.attack",
+        "carry out a privacy attack on a checkpoint",
+        ("fl-lightning attack --config quickstart --ckpt_path last.ckpt --attack membership --view outsider",),
+    ),
+    "reproduce": Command(
+        "fl_lightning.cli.reproduce",
+        "run a published table, put the results beside it",
+        ("fl-lightning reproduce waffle_factor_journal/table2 --only dataset=mnist method=fedavg --seeds 0",),
+    ),
+    "compare": Command(
+        "fl_lightning.cli.compare",
+        "put finished runs side by side, write a report",
+        (
+            "fl-lightning compare runs/quickstart",
+            "fl-lightning compare runs/a/version_0 runs/b/version_0 --out comparison",
+        ),
+    ),
+    "board": Command(
+        "fl_lightning.cli.board",
+        "start TensorBoard, runs named by what differs",
+        ("fl-lightning board runs/quickstart",),
+    ),
+    "partition": Command(
+        "fl_lightning.cli.partition",
+        "build a partition, show it, write its manifest",
+        ("fl-lightning partition --data MNIST --data.partition Multimodal --out multimodal",),
+    ),
     "methods": Command("fl_lightning.cli.lists", "list all methods, one line each"),
     "partitions": Command("fl_lightning.cli.lists", "list all partitions, one line each"),
     "tables": Command("fl_lightning.cli.lists", "list all published tables that can be run again"),
-    "bench": Command("fl_lightning.cli.bench", "speed of this machine, as a ratio to a plain PyTorch loop"),
-    "demo": Command("fl_lightning.cli.demo", "training alone, one model for all, a model for each: about a minute"),
+    "bench": Command(
+        "fl_lightning.cli.bench",
+        "speed of this machine, as a ratio to a plain PyTorch loop",
+        ("fl-lightning bench --only mnist-mlp --repeats 1",),
+    ),
+    "demo": Command(
+        "fl_lightning.cli.demo",
+        "training alone, one model for all, a model for each: about a minute",
+        ("fl-lightning demo",),
+    ),
     "completion": Command("fl_lightning.cli.completion", "print a script for the shell's tab key"),
 }
 

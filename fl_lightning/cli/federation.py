@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.table import Table
 
-from fl_lightning.cli.site import SideCLI, folder
+from fl_lightning.cli.sides import SideCLI, folder
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.needed import needed
 from fl_lightning.module import FederatedModule

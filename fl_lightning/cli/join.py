@@ -9,7 +9,7 @@ from types import FrameType
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from fl_lightning.cli.site import SideCLI, folder, talk
+from fl_lightning.cli.sides import SideCLI, folder, talk
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.needed import needed
 from fl_lightning.remote import PrivateStore, Site

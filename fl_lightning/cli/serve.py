@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fl_lightning.cli.lightning import check_named
 from fl_lightning.cli.resume import newest
-from fl_lightning.cli.site import PORT, SideCLI, folder, talk
+from fl_lightning.cli.sides import PORT, SideCLI, folder, talk
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.needed import needed
 from fl_lightning.remote import RemoteClients, SiteData

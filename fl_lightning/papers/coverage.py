@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from fl_lightning.papers import tables
-from fl_lightning.papers.layout import Layout
+from fl_lightning.papers.layout import POINTS, Layout
 from fl_lightning.papers.records import Records
-from fl_lightning.papers.tables import COVERAGE, Cell, Config
+from fl_lightning.papers.tables import COVERAGE, REDUCED, Cell, Config
 
 #: Coverage of a cell that was not measured.
 NONE = "not measured"
@@ -41,6 +41,21 @@ def uncovered(layouts: Iterable[Layout]) -> list[Cell]:
     """Published cells that no table of any page has a place for."""
     placed = {_name(cell) for layout in layouts for shown in layout.shown for cell in shown.published}
     return [cell for cell in tables.published() if _name(cell) not in placed]
+
+
+def deviations(layouts: Iterable[Layout]) -> list[tuple[str, float]]:
+    """Methods and measured minus published points of what was run at a paper's scale, or at one that is not stated.
+
+    What several tables show counts once.
+    """
+    found: dict[tuple[Any, ...], tuple[str, float]] = {}
+    for shown in (shown for layout in layouts for shown in layout.shown):
+        measured, deviation = shown.measured, shown.deviation
+        if measured is None or deviation is None or measured.coverage == REDUCED:
+            continue
+        if shown.published[0]["unit"] in POINTS:
+            found[measured.run, tables.run_metric(shown.cell), shown.value] = (shown.cell["method"], deviation)
+    return list(found.values())
 
 
 def hours(records: Records, config: Config) -> float | None:

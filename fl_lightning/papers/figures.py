@@ -291,18 +291,20 @@ def _rectangle(corner: tuple[float, float], **look: Any) -> Any:
 
 
 def pays(panels: Mapping[str, tuple[list[str], list[str], list[list[tuple[str, float] | None]]]], path: Path) -> Path:
-    """How far the best federated method is ahead of Local, one panel for each measure.
+    """How far the best federated method is ahead of Local, one panel for each data set, and a line of them by measure.
 
     Args:
-        panels: rows, columns and (method, gain) by title.
+        panels: rows, columns and (method, gain) by title, as many of one measure as of the other.
         path: where the picture goes.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.5 * max(len(panels), 1), 4), layout="constrained")
-    for axes, (title, (rows, columns, places)) in zip(
-        np.ravel(figure.subplots(1, max(len(panels), 1))), panels.items(), strict=False
-    ):
+    across = max(len(panels) // 2, 1)
+    figure = Figure(figsize=(6.5 * across, 7), layout="constrained")
+    grid = np.ravel(figure.subplots(2, across))
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (title, (rows, columns, places)) in zip(grid, panels.items(), strict=False):
         gains = np.array([[np.nan if place is None else place[1] for place in row] for row in places])
         axes.imshow(gains, cmap="RdBu", vmin=-LIMIT, vmax=LIMIT, aspect="auto")
         for i, row in enumerate(places):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from fl_lightning.papers import marked, tables, worth
 from fl_lightning.papers.claims import Claim, judge
-from fl_lightning.papers.coverage import KINDS, NONE, coverage, hours
+from fl_lightning.papers.coverage import KINDS, NONE, coverage, deviations, hours
 from fl_lightning.papers.layout import Layout, Place, Shown
 from fl_lightning.papers.measure import Measured
 from fl_lightning.papers.records import Records
@@ -23,6 +24,8 @@ Grid = tuple[list[str], list[str], list[list[Shown | None]]]
 #: Folders of a paper's page and pictures.
 PAGES, PICTURES = "results", "pictures/results"
 UNEXPLAINED, SMALLER = "Unexplained.", "Run at a smaller scale: no comparison."
+#: Rows of a paper's own method, by key of a claim, and all others.
+OWN, OTHERS = {"letter": "its method, to the letter", "changed": "its method, ours"}, "other methods"
 #: README's table: name, method, and the metrics of a column each.
 ROWS = {
     "Local": "local",
@@ -86,7 +89,8 @@ def front_page(records: Records, layouts: Mapping[str, Sequence[Layout]]) -> str
     said = tables.pages()["texts"]
     parts = [said["front"], markdown(head, rows, left=3), "## Coverage\n", _coverage_table(plans, layouts)]
     parts += [said["coverage"], "## Deviations\n", f"![{said['picture']}]({PICTURES}/deviations.png)\n"]
-    parts += [said["deviations"], "## Runs\n", _runs(records, [one for of in layouts.values() for one in of])]
+    parts += [said["deviations"], _deviation_table(plans, layouts), said["places"]]
+    parts += ["## Runs\n", _runs(records, [one for of in layouts.values() for one in of])]
     parts += ["## Pages\n", f"- [{said['map']['title']}]({PAGES}/map.md)"]
     parts += [f"- {_link(plan)}, [curves]({PAGES}/{plan['name']}-curves.md)" for plan in tables.pages()["pages"]]
     return "\n".join(parts)
@@ -237,6 +241,24 @@ def _coverage_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layout
         rows.append([_link(plan), *(str(counts[kind]) for kind in KINDS), str(sum(counts.values()))])
     rows.append(["all", *(str(total[kind]) for kind in KINDS), str(sum(total.values()))])
     return markdown(["paper", *KINDS, "cells"], rows)
+
+
+def _deviation_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layout]]) -> str:
+    """Deviations of every paper's own method, of our variant of it and of the others, in figures."""
+    rows = []
+    for plan in plans:
+        own = {claim[key]: said for key, said in OWN.items() for claim in plan["claims"] if key in claim}
+        found: dict[str, list[float]] = {said: [] for said in (*OWN.values(), OTHERS)}
+        for method, deviation in deviations(layouts[plan["name"]]):
+            found[own.get(method, OTHERS)].append(deviation)
+        for said, points in found.items():
+            if points:
+                mean, median = (f(map(abs, points)) for f in (statistics.fmean, statistics.median))
+                above, below = sum(one > 1 for one in points), sum(one < -1 for one in points)
+                counts = (len(points) - above - below, above, below)
+                rows.append([_link(plan), said, str(len(points)), f"{mean:.1f}", f"{median:.1f}", *map(str, counts)])
+    head = ["paper", "rows", "places", "mean", "median", "within 1 point", "more than 1 above", "more than 1 below"]
+    return markdown(head, rows, left=2)
 
 
 def _missing(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:

@@ -3,7 +3,7 @@
 from fl_lightning.remote.clients import RemoteClients
 from fl_lightning.remote.data import SiteData
 from fl_lightning.remote.run import RunConfiguration
-from fl_lightning.remote.site import Site
+from fl_lightning.remote.sites import Site
 from fl_lightning.remote.store import PrivateStore
 from fl_lightning.remote.transport import Transport
 

@@ -16,7 +16,7 @@ from fl_lightning.parties import Introduction, Messages, Returned, Setting
 from fl_lightning.remote.envelope import checksum, seal
 from fl_lightning.remote.members import Members, read
 from fl_lightning.remote.run import RunConfiguration
-from fl_lightning.remote.site import EVALUATE, TELL, TRAIN, WORK, scores_of
+from fl_lightning.remote.sites import EVALUATE, TELL, TRAIN, WORK, scores_of
 from fl_lightning.remote.transport import Transport
 from fl_lightning.snapshots import ClientSnapshot
 from fl_lightning.wire import Message, State

@@ -14,7 +14,7 @@ from fl_lightning.federation import Federation
 from fl_lightning.parties import Introduction
 from fl_lightning.remote.data import blank, dtype_named
 from fl_lightning.remote.envelope import Envelope, seal, unseal
-from fl_lightning.remote.site import JOIN, NOTE
+from fl_lightning.remote.sites import JOIN, NOTE
 from fl_lightning.remote.transport import Transport
 
 #: Seconds between two looks at who is there.
