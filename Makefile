@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 # worker, so that what they share is made once.
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help venv demo test test-quick test-slow test-all test-oldest lint docs pictures clean
+.PHONY: help venv demo federation test test-quick test-slow test-all test-oldest lint docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
@@ -26,6 +26,9 @@ venv: $(READY)  ## set up .venv with the pinned versions
 
 demo: $(READY)  ## fit Local, FedAvg and APFL on the digits data
 	$(BIN)/python -m fl_lightning.cli.demo
+
+federation: $(READY)  ## a server and three sites over Flower on this machine, beside the same run simulated
+	$(BIN)/fl-lightning federation --config quickstart --clients 3 --trainer.max_epochs 5
 
 lint: $(READY)  ## ruff, mypy --strict, import-linter, codespell
 	$(BIN)/ruff check .

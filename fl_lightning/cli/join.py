@@ -25,7 +25,10 @@ class JoinCLI(SideCLI):
         """The options of a site."""
         super().add_arguments_to_parser(parser)
         parser.add_argument("--client", type=int, required=True, help="the client's number in the federation, from 0")
-        parser.add_argument("--superlink", type=str, required=True, help="the server's address, host:port")
+        parser.add_argument("--superlink", type=str | None, help="the server's address, host:port")
+        parser.add_argument(
+            "--attach", action="store_true", help="start no supernode: answer one of your own, which has --superlink"
+        )
         parser.add_argument("--home", type=str, default="site", help="folder for what the client keeps, and its keys")
         parser.add_argument(
             "--key", type=str | None, help="the site's private key; made in the home folder unless given"
@@ -46,9 +49,13 @@ def main(argv: list[str]) -> None:
     cli = JoinCLI(argv)
     config = cli.config
     talk(bool(config["quiet"]))
+    if bool(config["superlink"]) == config["attach"]:
+        raise FederationError(
+            "Say where the server is, --superlink host:port, or --attach for a supernode of your own."
+        )
     if config["insecure"] and (config["key"] or config["authority"]):
         raise FederationError("--insecure uses neither --key nor --authority: leave it out, or leave them out.")
-    if not config["insecure"] and not config["authority"]:
+    if not config["insecure"] and not config["authority"] and not config["attach"]:
         raise FederationError(
             "A site checks whom it talks to: give --authority, the certificate authority.pem of the server's operator, "
             "or --insecure for a trial on one machine."
@@ -57,7 +64,7 @@ def main(argv: list[str]) -> None:
     site = _site(cli, home)
     _approve(site, config["yes"])
     key = None
-    if not config["insecure"]:
+    if not config["insecure"] and not config["attach"]:
         key = Path(config["key"]) if config["key"] else node_keys(home, "site").private
         print(f"The server's operator needs {key.with_suffix('.pub')}, this site's public key.")
     path, plugin = socket_path(home, "site"), cli.trainer.strategy.precision_plugin
@@ -67,18 +74,24 @@ def main(argv: list[str]) -> None:
             return site.answer(request)
 
     authority = Path(config["authority"]) if key is not None else None
-    node, worker = Supernode(home / "flower", config["superlink"], path, key, authority), Worker(path, answer)
+    worker, node = Worker(path, answer), None
+    if config["attach"]:
+        print(f"""answering: flower-supernode --node-config 'socket="{path}"'""")
+    else:
+        node = Supernode(home / "flower", config["superlink"], path, key, authority)
 
     def end(number: int, frame: FrameType | None) -> None:
         worker.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    node.start()
+    if node is not None:
+        node.start()
     try:
         worker.serve()
     finally:
-        node.stop()
+        if node is not None:
+            node.stop()
     print("This site has left; what the client keeps stays in " + str(home))
 
 

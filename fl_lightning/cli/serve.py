@@ -42,6 +42,9 @@ class ServeCLI(SideCLI):
         parser.add_argument(
             "--home", type=str, default="federation", help="folder for keys and Flower's files; sites/ has sites' keys"
         )
+        parser.add_argument(
+            "--attach", action="store_true", help="start no superlink: wait for 'flwr run' on one of your own"
+        )
         parser.add_argument("--ckpt_path", type=str | None, help="go on from a checkpoint; last finds the newest")
 
 
@@ -88,15 +91,23 @@ def superlink(config: Any) -> Iterator[Any]:
     from fl_lightning.flower.bridge import GridTransport
     from fl_lightning.flower.keys import server_keys
     from fl_lightning.flower.sockets import socket_path
-    from fl_lightning.flower.superlink import Superlink
+    from fl_lightning.flower.superlink import APP, Superlink
 
     home = folder(config["home"])
+    path = socket_path(home, "server")
+    if config["attach"]:
+        print(f"""waiting for: flwr run {APP} --run-config 'socket="{path}"'""")
+        transport = GridTransport(path, lambda: None)
+        try:
+            yield transport
+        finally:
+            transport.close()
+        return
     keys = None if config["insecure"] else server_keys(home / "keys", config["names"])
     link = Superlink(home, config["host"], config["port"], keys)
     link.start()
     stop, looking = threading.Event(), None
     try:
-        path = socket_path(home, "server")
         transport = GridTransport(path, lambda: link.submit(path))
         try:
             if keys is not None:
@@ -133,6 +144,8 @@ def _announce(cli: ServeCLI, remote: RemoteClients) -> None:
         return
     home, port = cli.config["home"], cli.config["port"]
     print("\n".join(remote.run.lines()))
+    if cli.config["attach"]:
+        return
     how = "--insecure" if cli.config["insecure"] else f"--authority {home}/keys/authority.pem"
     print(f"sites join with: fl-lightning join --config ... --client K --superlink HOST:{port} {how}")
     if not cli.config["insecure"]:
