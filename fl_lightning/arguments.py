@@ -40,7 +40,11 @@ PLAIN: dict[Any, Callable[[Any], bool]] = {
     str: lambda value: isinstance(value, str | os.PathLike),
 }
 WORDS: dict[Any, str] = {
-    None: "None", type(None): "None", bool: "True or False", int: "a whole number", float: "a number",
+    None: "None",
+    type(None): "None",
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
     str: "a text",
 }
 

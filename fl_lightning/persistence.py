@@ -26,8 +26,16 @@ KEY = "fl_lightning"
 VERSION = 1
 #: Types of what is kept, where they are plain.
 FORM: dict[str, Any] = {
-    "seed": int, "rounds": int, "stages": int, "bytes": list[int], "engine": str | None,
-    "clients": dict, "tally": dict, "server": dict, "summary": dict, "scores": dict,
+    "seed": int,
+    "rounds": int,
+    "stages": int,
+    "bytes": list[int],
+    "engine": str | None,
+    "clients": dict,
+    "tally": dict,
+    "server": dict,
+    "summary": dict,
+    "scores": dict,
 }
 #: Settings that a run may go on with other values of: they change how it is computed, not what.
 FREE = ("engine", "workers", "clients_per_stack", "store", "seed", "net")

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping
 
 from fl_lightning import callbacks, local_optim, methods, nets, robust, schedules, tasks
-from fl_lightning.arguments import NamedArguments, _types
+from fl_lightning.arguments import NamedArguments, _types, fits
 from fl_lightning.callbacks import LedgerCallback, PredictionWriter
 from fl_lightning.callbacks.record import read_record
 from fl_lightning.cli import main
@@ -267,10 +267,10 @@ def sentence(call: Callable[[], Any]) -> str:
 def test_every_option_takes_its_type_or_says_so(kind: type) -> None:
     """No option of any class ends in anything but an object or a sentence that names the option."""
     options = {n: p for n, p in inspect.signature(kind).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
-    needed = {n: mlp() if n == "net" else 5 for n, p in options.items() if p.default is p.empty}
-    if "partition" in needed:
-        needed["partition"] = Unimodal(clients=10)
     types = {n: p.annotation for n, p in _types(kind.__init__).items()}  # type: ignore[misc]
+    needed: dict[str, Any] = {n: 5 for n, p in options.items() if p.default is p.empty}
+    needed |= {n: [0] for n in needed if n in types and not fits(5, types[n])}
+    needed |= {n: value for n, value in {"net": mlp(), "partition": Unimodal(clients=10)}.items() if n in needed}
     for name in options.keys() - {"net"}:
         for value in WRONG:
             refused = value is not options[name].default and any(value is one for one in NEVER.get(types.get(name), ()))
