@@ -156,6 +156,8 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if not issubclass(kind, Collection):
         return True
+    if kind is tuple and ... not in inner:  # of so many things
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
     if isinstance(value, list | tuple) and inner:
         return all(fits(one, inner[0]) for one in value)
     return isinstance(value, Iterable) and not isinstance(value, str | Mapping)

@@ -269,7 +269,7 @@ def test_every_option_takes_its_type_or_says_so(kind: type) -> None:
     options = {n: p for n, p in inspect.signature(kind).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
     types = {n: p.annotation for n, p in _types(kind.__init__).items()}  # type: ignore[misc]
     needed: dict[str, Any] = {n: 5 for n, p in options.items() if p.default is p.empty}
-    needed |= {n: [0] for n in needed if n in types and not fits(5, types[n])}
+    needed |= {n: (X, Y) for n in needed if n in types and not fits(5, types[n])}
     needed |= {n: value for n, value in {"net": mlp(), "partition": Unimodal(clients=10)}.items() if n in needed}
     for name in options.keys() - {"net"}:
         for value in WRONG:
