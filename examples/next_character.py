@@ -43,10 +43,12 @@ def main(rounds: int = 10) -> dict[str, float]:
 
     def train(name: str, method: FedAvg) -> None:
         data = FromArrays(codes[:, :-1], codes[:, 1:], clients=authors, seed=0)
-        trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False)
+        trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False,
+                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
         trainer.fit(method, data)
         found[name] = float(trainer.callback_metrics["val/perplexity"])
-        print(f"{name:<24} perplexity {found[name]:6.2f}, {method.bytes_up / 1e6:.2f} MB sent")
+        worst = float(trainer.callback_metrics["val/perplexity_worst10"])
+        print(f"{name:<24} {found[name]:10.2f} {worst:12.2f} {method.bytes_up / 1e6:8.3f}")
 
     train("one model", shared)
     net = lora(shared.net, rank=4, train=())
