@@ -38,12 +38,11 @@ class Classifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)}
 
 
-def main(rounds: int = 20) -> dict[str, dict[str, float]]:
+def main(rounds: int = 12) -> dict[str, dict[str, float]]:
     """Make it federated by two methods, fit them, return what is known of the clients."""
     # These are the lines that make it federated.
     from fl_lightning.datamodules import Digits, Unimodal
     from fl_lightning.federate import federate
-
     from fl_lightning.methods import FedAvg, FedPer
 
     def fitted(kind: Any) -> Trainer:
