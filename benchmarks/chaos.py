@@ -92,7 +92,7 @@ def fit(number: int, folder: Path, workers: int) -> None:
         shot = made.snapshots[client]
         state |= {f"{client}.{name}": value for name, value in shot.private.items()}
         state[f"{client}.counters"] = torch.tensor([shot.rounds, shot.steps, shot.last_round])
-    state |= {"bytes": torch.tensor([made.bytes_up, made.bytes_down]), "scores": made.evaluator.scores["test"]}
+    state |= {"bytes": torch.tensor([made.bytes_up, made.bytes_down]), "scores": made.evaluator.scores["val"]}
     curves = {name: curve for name, curve in sorted(record.curves.items()) if not name.startswith("time/")}
     torch.save({"state": state, "curves": curves, "ledger": (folder / "ledger.csv").read_bytes()}, folder / "end.pt")
 

@@ -31,10 +31,15 @@ def main(rounds: int = 20) -> dict[str, torch.Tensor]:
         patients = FromFrame(table, client="clinic", target="kind", features=SEEN, test_fraction=0.4, seed=0)
         net = MLP(in_features=len(SEEN), hidden=(16,), num_classes=2, bias=True)
         method = kind(net, task=Classification("auroc"), optimizer="Adam", lr=0.005, engine="stacked", seed=0)
-        trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False)
+        trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False,
+                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
         trainer.fit(method, patients)
-        scores[kind.__name__] = method.evaluator.scores["val"]
-        print(f"{kind.__name__:<8} AUROC by clinic", " ".join(f"{v:.3f}" for v in scores[kind.__name__].tolist()))
+        trainer.test(method, patients, verbose=False)
+        scores[kind.__name__] = method.evaluator.scores["test"]
+    print("clinic  patients  " + "  ".join(f"{name:>6}" for name in scores))
+    for clinic, patients_tested in enumerate(patients.federation.test.sizes.tolist()):
+        print(f"{clinic:<6}  {patients_tested:8}  " + "  ".join(f"{v[clinic]:6.3f}" for v in scores.values()))
+    print("mean              " + "  ".join(f"{v.mean():6.3f}" for v in scores.values()))
     return scores
 
 

@@ -30,16 +30,18 @@ def main(rounds: int = 15) -> dict[str, float]:
     """Train three methods; return the mean intersection over union."""
     inputs, masks, sites = images()
     found = {}
+    print("method   mean IoU  worst site  MB sent")
     for kind, options in ((Local, {}), (FedAvg, {}), (FedPer, {"personal": ["down.0"]})):
         data = FromArrays(inputs, masks, clients=sites, seed=0)
         torch.manual_seed(0)
         method = kind(UNet(1, 2, (8, 16)), task="Segmentation", optimizer="Adam", lr=0.01, batch_size=4,
                       engine="sequential", seed=0, **options)  # fmt: skip
-        trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False)
+        trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False,
+                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
         trainer.fit(method, data)
         found[kind.__name__] = float(trainer.callback_metrics["val/iou"])
-        print(f"{kind.__name__:<8} IoU {found[kind.__name__]:.3f}, "
-              f"worst site {float(trainer.callback_metrics['val/iou_worst10']):.3f}")  # fmt: skip
+        worst = float(trainer.callback_metrics["val/iou_worst10"])
+        print(f"{kind.__name__:<8} {found[kind.__name__]:8.3f} {worst:11.3f} {method.bytes_up / 1e6:8.2f}")
     return found
 
 

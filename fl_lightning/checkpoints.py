@@ -34,7 +34,10 @@ COMMENT = len(MARK) + 2 * hashlib.sha256().digest_size
 #: Bytes that are read at once.
 CHUNK = 1 << 20
 #: What a checkpoint must hold for a run to go on from it, beside the model.
-NEEDED = ("optimizer_states", "loops", "callbacks")
+NEEDED = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict}
+#: What every checkpoint of a Trainer holds, and types of what most do.
+ALWAYS = {"state_dict": dict, "pytorch-lightning_version": str}
+USUAL = {**ALWAYS, **NEEDED, "epoch": int, "global_step": int}
 
 
 class DamagedError(FederationError):
@@ -199,9 +202,18 @@ def others(path: _PATH) -> Iterable[Path]:
 
 def check_content(path: _PATH, checkpoint: Any, resumes: bool) -> None:
     """Refuse what is no checkpoint of a Trainer, and one that a run cannot go on from."""
-    if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+    if not isinstance(checkpoint, dict) or not ALWAYS.keys() <= checkpoint.keys():
         raise FederationError(f"{path} is not a checkpoint of a Trainer: it has no model that the Trainer saved.")
     missing = [name for name in NEEDED if name not in checkpoint]
+    for name, kind in USUAL.items():
+        if name in checkpoint and not isinstance(checkpoint[name], kind):
+            found = type(checkpoint[name]).__name__
+            raise FederationError(
+                f"{path} was changed, or is of something else: its {name} is of type {found}, not {kind.__name__}; use "
+                "one that was not changed."
+            )
+    if resumes and not missing and "fit_loop" not in checkpoint["loops"]:
+        raise FederationError(f"No run can go on from {path}, which does not say where a fit was: use another.")
     if resumes and missing:
         raise FederationError(
             f"No run can go on from {path}, which holds a model alone (no {', '.join(missing)}), as save_weights_only "

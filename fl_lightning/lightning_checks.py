@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
+from fl_lightning.robust import Aggregation
+
+#: Callbacks that change a batch or a step of an ordinary run, which a federated one does not have.
+TUNERS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder)
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
@@ -48,6 +55,12 @@ def check_trainer(trainer: Trainer) -> None:
             "Trainer(limit_train_batches=...) has no meaning for rounds: use the method's epochs or batch_size, or the "
             "DataModule's fraction or limit."
         )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, TUNERS):
+            raise FederationError(
+                f"{type(callback).__name__} would tune the server's step, of which a round has one, not the clients' "
+                "training: leave it out and compare runs with other values of lr, batch_size or epochs."
+            )
     for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
         if 0 < (value := getattr(trainer, name)) < 1:
             raise FederationError(
@@ -64,6 +77,7 @@ def check_run(module: FederatedModule, stage: str) -> Federation:
     check_optimizer(module)
     if stage == "fit":
         check_batches(module)
+        check_augment(federation)
     return federation
 
 
@@ -122,7 +136,11 @@ def check_net_argument(method: str, given: Sequence[Any], named: Mapping[str, An
 
 
 def check_aggregation(module: FederatedModule) -> None:
-    """Refuse a robust rule for a method that does not take means."""
+    """Refuse what is no robust rule, and one for a method that does not take means."""
+    if not isinstance(module.aggregation, Aggregation | None):
+        raise FederationError(
+            f"aggregation must be a rule of fl_lightning.robust, such as Median(), not {module.aggregation!r}."
+        )
     if module.aggregation is not None and not module.takes_rules:
         raise FederationError(
             f"The server of {type(module).__name__} weighs clients in a way of its own, which a robust rule would "
@@ -148,6 +166,17 @@ def check_optimizer(module: FederatedModule) -> None:
         )
 
 
+def check_server_optimizer(module: FederatedModule) -> None:
+    """Refuse a server without an optimizer, which would never learn, and one with several."""
+    found = module.trainer.optimizers
+    if len(found) != 1 or isinstance(found[0], _MockOptimizer):  # Lightning's, where there is none
+        number = len(found) if len(found) > 1 else "none"
+        raise FederationError(
+            f"{type(module).__name__} needs one optimizer, which steps the server's model, but configure_optimizers "
+            f"returns {number}: return one, of self.server.parameters()."
+        )
+
+
 def check_task(module: FederatedModule, federation: Federation) -> None:
     """Refuse tasks without classes under methods that need them."""
     reason = module.needs_classes
@@ -155,6 +184,24 @@ def check_task(module: FederatedModule, federation: Federation) -> None:
         raise FederationError(
             f"{type(module).__name__} {reason}, and {type(module.task).__name__} has no classes: choose another method "
             "or setting."
+        )
+
+
+def check_augment(federation: Federation) -> None:
+    """Try the change of training batches on two samples, so that one that does not work is refused before a round."""
+    if federation.augment is None:
+        return
+    raw = federation.inputs[federation.train.flat[:2]]
+    try:
+        changed = federation.augment(raw.clone(), np.random.default_rng(0))
+    except TypeError as error:
+        raise FederationError(
+            f"transform is called with a batch and a NumPy Generator, and failed: {error}."
+        ) from error
+    if getattr(changed, "shape", None) != raw.shape:
+        shape = tuple(getattr(changed, "shape", ()))
+        raise FederationError(
+            f"transform must return a batch of the shape it was given, {tuple(raw.shape)}, not {shape}."
         )
 
 
@@ -175,7 +222,7 @@ def check_net(module: FederatedModule, federation: Federation) -> None:
     if not isinstance(output, torch.Tensor) or not output.dim() or output.shape[0] != len(index):
         shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise FederationError(f"{net} must return scores of shape ({len(index)}, ...) for {data}, not {shape}.")
-    if not module.task.of_classes or not federation.num_classes:
+    if not module.task.of_classes or not federation.num_classes or federation.targets.dim() != 1:
         module.task.check(output, federation.targets)
         return
     wanted = (len(index), federation.num_classes)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import State
 
@@ -60,7 +61,7 @@ Rate = float | Tensor
 
 
 @dataclass(frozen=True)
-class LocalOptimizer(ABC):
+class LocalOptimizer(NamedArguments, ABC):
     """The rule by which clients step; the learning rate comes from outside.
 
     What it remembers of an entry lies in a dict of tensors under ``<slot>.<entry>``. A subclass is a frozen dataclass

@@ -18,6 +18,7 @@ from fl_lightning import signals
 from fl_lightning.errors import FederationError
 from fl_lightning.exchange import in_round
 from fl_lightning.message_checks import Layout, check_message, layout_of
+from fl_lightning.nets import LossNet
 from fl_lightning.parties import Returned, Setting, Stage
 from fl_lightning.wire import Message, State, nbytes
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 NOT_FINITE = "is not finite"
 #: Clients and local steps of a round under ``Trainer(fast_dev_run=True)``.
 DEV_CLIENTS, DEV_STEPS = 2, 2
+#: A cross entropy far above that of guessing among any number of classes.
+LOST = 1000.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class FederatedLoop:
 
     def __init__(self, module: FederatedModule) -> None:
         self.module = module
+        self._diverged = False
 
     @property
     def trainer(self) -> Any:
@@ -118,7 +122,18 @@ class FederatedLoop:
         messages: list[Message] = []
         for number in range(module.completed_stages, len(stages)):
             messages += self._stage(stages[number], last=number + 1 == len(stages))
+        self._tell_divergence(round)
         self._hook("on_round_end", messages)
+
+    def _tell_divergence(self, round: int) -> None:
+        """Warn once where the loss of classes is one that no net has before it was trained."""
+        module, loss = self.module, self.module.summary["train/loss"]
+        if loss > LOST and not self._diverged and module.task.of_classes and not isinstance(module.net, LossNet):
+            self._diverged = True
+            rank_zero_warn(
+                f"The mean training loss of round {round} is {loss:.3g}: the run diverges, lower the learning rate or "
+                "set clip_norm."
+            )
 
     def coming(self) -> dict[int, tuple[Setting, State]]:
         """The messages of the next round's first stage as things stand, with what is told of it; no hook is called."""
@@ -205,7 +220,8 @@ class FederatedLoop:
         if lost and unsound and not strange:
             raise FederationError(
                 f"In round {round} the updates of all {len(unsound)} clients ({named}) are not "
-                "finite: lower the learning rate or set clip_norm; the last checkpoint is intact."
+                "finite: lower the learning rate or set clip_norm; if a client may have sent huge values in a round "
+                "before, set aggregation to a robust rule and resume from an earlier checkpoint."
             )
         if lost:
             raise FederationError(f"In round {round} no client sent what was asked for ({'; '.join(strange[:3])}).")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning import persistence, schedules, seeding, tasks
-from fl_lightning.arguments import NamedArguments, check_names
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.checks import one_of
 from fl_lightning.contract import AdversarySide, ClientSide
 from fl_lightning.engine import Engine, LocalTraining, entries, make_engine
@@ -22,7 +22,13 @@ from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import ClientOutput, Evaluator, evaluation_setting
 from fl_lightning.exchange import Clients
 from fl_lightning.federation import Federation, Split
-from fl_lightning.lightning_checks import check_aggregation, check_net_argument, check_run, check_trainer
+from fl_lightning.lightning_checks import (
+    check_aggregation,
+    check_net_argument,
+    check_run,
+    check_server_optimizer,
+    check_trainer,
+)
 from fl_lightning.local_optim import LocalOptimizer
 from fl_lightning.loop import FederatedLoop, Tally
 from fl_lightning.model import BufferPolicy
@@ -130,7 +136,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
     @classmethod
     def check_arguments(cls, given: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse arguments that the method does not take, and a net that is none."""
-        check_names(cls, named)
+        super().check_arguments(given, named)
         check_net_argument(cls.__name__, given, named)
 
     # ---- the exchange with the clients ------------------------------------------------------------------------
@@ -217,6 +223,10 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.snapshots.to(self.device, self.compute_dtype)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def on_train_start(self) -> None:
+        """Refuse anything but one optimizer of the server."""
+        check_server_optimizer(self)
 
     def configure_optimizers(self) -> Optimizer:
         """The server's optimizer."""

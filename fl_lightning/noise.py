@@ -9,6 +9,7 @@ import warnings
 
 #: Warnings about versions of libraries, and about rounds, each of which is one batch to the Trainer.
 WARNINGS = (
+    r".*recommended to use `self\.log\('(train|val|test|comm|clients|time)/.*sync_dist",  # the same on every rank
     r".*treespec, LeafSpec",  # Lightning 2.6 with newer torch
     r".*The number of training batches \(1\) is smaller than the logging interval",
 )

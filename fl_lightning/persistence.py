@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from fl_lightning import arguments
 from fl_lightning.checkpoints import readable as readable
 from fl_lightning.checkpoints import watch as watch
 from fl_lightning.errors import FederationError
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
 
 KEY = "fl_lightning"
 VERSION = 1
+#: Types of what is kept, where they are plain.
+FORM: dict[str, Any] = {
+    "seed": int,
+    "rounds": int,
+    "stages": int,
+    "bytes": list[int],
+    "engine": str | None,
+    "clients": dict,
+    "tally": dict,
+    "server": dict,
+    "summary": dict,
+    "scores": dict,
+}
 #: Settings that a run may go on with other values of: they change how it is computed, not what.
 FREE = ("engine", "workers", "clients_per_stack", "store", "seed", "net")
 
@@ -94,6 +108,7 @@ def _load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     if module._trainer is not None:
         _check_run(module, module._trainer, saved)
         _tell_changes(module, module._trainer, checkpoint)
+    _check_form(saved, checkpoint["epoch"] if "epoch" in checkpoint else saved["rounds"])
     if saved["engine"] is not None:
         module.engine.settle(saved["engine"])
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
@@ -101,6 +116,17 @@ def _load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     module.load_server_extras(saved.get("server", {}))
     module.bytes_up, module.bytes_down = saved["bytes"]
     module.evaluator.load_state_dict(saved["scores"])
+
+
+def _check_form(saved: dict[str, Any], epoch: int) -> None:
+    """Refuse values of other types than were saved, clients without a half of what is kept, and rounds to come."""
+    for name, kind in FORM.items():
+        if name in saved and not arguments.fits(saved[name], kind):
+            raise TypeError(f"{name} is not {arguments.in_words(kind)}")
+    if not 0 <= saved["rounds"] <= epoch + 1 or saved.get("stages", 0) < 0:
+        raise ValueError(f"{saved['rounds']} rounds, {saved.get('stages', 0)} stages, epoch {epoch}")
+    if saved["clients"]["private"].keys() != saved["clients"]["counters"].keys():
+        raise ValueError("not the same clients have entries and counters")
 
 
 def _check_entries(module: FederatedModule, saved: dict[str, torch.Tensor]) -> None:

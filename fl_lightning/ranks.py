@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +42,17 @@ def meet(seconds: float | None = None) -> None:
     except RuntimeError as error:
         signals.check()  # which the others may have had too
         raise RankError(_sentence(str(error), limit)) from error
+
+
+@contextmanager
+def crossing() -> Iterator[None]:
+    """Wait until every process of the run is here, and end in the same way if one is lost while the block runs."""
+    meet()
+    try:
+        yield
+    except RuntimeError as error:  # of the sockets
+        signals.check()
+        raise RankError(_sentence(str(error), time_limit())) from error
 
 
 def _gloo() -> Any:

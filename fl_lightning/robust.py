@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import Message, State
 
@@ -167,7 +168,7 @@ def _bounded(changes: Tensor, bound: float | None) -> Tensor:
     return changes * share
 
 
-class Aggregation(ABC):
+class Aggregation(NamedArguments, ABC):
     """A rule, applied to messages."""
 
     @abstractmethod

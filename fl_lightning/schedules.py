@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 
 
-class Schedule(ABC):
+class Schedule(NamedArguments, ABC):
     """A function of progress. A subclass keeps its constructor arguments under their own names.
 
     Any callable that takes the progress, a number from 0 to 1, may be used instead of a schedule.

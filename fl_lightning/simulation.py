@@ -226,14 +226,14 @@ class RankedClients(SimulatedClients):
 
     def gather(self, returned: list[Returned]) -> list[Returned]:
         """What the clients of all ranks returned; every rank then does the same."""
-        ranks.meet()
         parts: list[Any] = [None] * self.method.trainer.world_size
         # Entries may be views of a stack of clients, which would be sent whole with each of them.
         own = [
             one._replace(message=replace(one.message, tensors={n: v.clone() for n, v in one.message.tensors.items()}))
             for one in returned
         ]
-        torch.distributed.all_gather_object(parts, (own, self.pending))
+        with ranks.crossing():
+            torch.distributed.all_gather_object(parts, (own, self.pending))
         self.pending = {number: snapshot for _, part in parts for number, snapshot in part.items()}
         return super().gather([one for part, _ in parts for one in part])
 
@@ -249,7 +249,7 @@ class RankedClients(SimulatedClients):
             jobs = [Job(row, state) for row, state in zip(rows, states, strict=True)]
             with in_round(self.method, setting.round, setting.rounds):
                 engine.choose(self.method.plan(mes[0]), federation, jobs, setting.round)
-        ranks.meet()
-        choice = trainer.strategy.broadcast(engine.choice)
+        with ranks.crossing():
+            choice = trainer.strategy.broadcast(engine.choice)
         if engine.choice is None and choice is not None:
             engine.settle(choice)

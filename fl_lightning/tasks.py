@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,11 +22,12 @@ from torchmetrics.classification import (
 )
 from torchmetrics.text import Perplexity
 
+from fl_lightning.arguments import NamedArguments, parameters
 from fl_lightning.errors import FederationError
 from fl_lightning.measure import Measure
 
 
-class Task(ABC):
+class Task(NamedArguments, ABC):
     """What a net is trained for, and how it is judged. A subclass keeps its constructor arguments under their names.
 
     Everything is a pure function of tensors, so that clients can be stacked.
@@ -83,7 +83,7 @@ class Task(ABC):
         """How many outputs a net for such targets has; one for every number of a sample."""
         return targets.shape[1] if targets.dim() > 1 else 1
 
-    def check(self, output: Tensor, target: Tensor) -> None:  # noqa: B027 - a task may take anything
+    def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse targets that the task cannot have, and outputs that do not fit them, in a sentence.
 
         Args:
@@ -113,7 +113,7 @@ class Task(ABC):
     def spec(self) -> dict[str, Any]:
         """Class path and arguments in plain values, from which :func:`made` makes the same task again."""
         kind = type(self)
-        arguments = {name: getattr(self, name) for name in inspect.signature(kind).parameters}
+        arguments = {name: getattr(self, name) for name in parameters(kind)}
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 
     def _refuse(self, needs: str, target: Tensor) -> None:

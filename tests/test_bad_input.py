@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -13,23 +14,32 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping
 
-from fl_lightning.callbacks import PredictionWriter
+from fl_lightning import callbacks, local_optim, methods, nets, robust, schedules, tasks
+from fl_lightning.arguments import NamedArguments, _types, fits
+from fl_lightning.callbacks import LedgerCallback, PredictionWriter
 from fl_lightning.callbacks.record import read_record
 from fl_lightning.cli import main
 from fl_lightning.cli.names import resolve
-from fl_lightning.datamodules import Digits, TensorFederation, Unimodal
+from fl_lightning.datamodules import ByUser, ConceptShift, Digits, MajorMinor, TensorFederation, Unimodal, partitions
 from fl_lightning.engine.contract import LocalTraining
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex
 from fl_lightning.lightning_checks import check_data, check_net, check_net_argument, check_trainer
-from fl_lightning.methods import FedAvg, FedProx
-from fl_lightning.nets import MLP
-from tests.support import blobs, mlp, trainer
+from fl_lightning.methods import APFL, IFCA, FedAvg, FedBPS, FedProx, WAFFLe
+from fl_lightning.nets import MLP, FedNet
+from tests.support import blobs, fit, mlp, trainer
 
 X, Y = torch.randn(8, 3), torch.arange(8) % 2
 LISTS = {"train": [[0, 1, 2], [3, 4]], "test": [[5], [6]]}
+
+
+class Loose(FedAvg):
+    """A method whose default is not of the type that it says."""
+
+    def __init__(self, net: Any, anything: int = None, **kwargs: Any) -> None:  # type: ignore[assignment]  # noqa: RUF013
+        super().__init__(net, **kwargs)
 
 
 class Plain(LightningModule):
@@ -53,10 +63,31 @@ def with_nan() -> torch.Tensor:
     return x
 
 
+def changed(transform: Any) -> TensorFederation:
+    """The data of the tests with a change of training batches."""
+    data = blobs()
+    return TensorFederation(
+        data.inputs, data.targets, data._train, data._test, transform=transform, augment=True, val_fraction=0.0
+    )
+
+
+class Optimized(FedAvg):
+    """Any number of optimizers for the server."""
+
+    def __init__(self, net: Any, number: int | None = None) -> None:
+        super().__init__(net, engine="stacked")
+        self.number = number
+
+    def configure_optimizers(self) -> Any:
+        if self.number is None:
+            return None
+        return [torch.optim.SGD(part.parameters(), lr=1.0) for part in (self.server, mlp())][: self.number]
+
+
 def checked(monitor: str | None = None, **options: Any) -> None:
     """The checks of a Trainer with these options."""
-    callbacks = [EarlyStopping(monitor)] if monitor else []
-    run = trainer(callbacks=callbacks, **options)
+    options = {"callbacks": [EarlyStopping(monitor)], **options} if monitor else options
+    run = trainer(**options)
     data = blobs()
     run.datamodule = data  # type: ignore[attr-defined]
     check_trainer(run)
@@ -119,6 +150,54 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
         lambda: trainer().fit(Plain(), Digits()),
         r"train federate\(Plain\(\.\.\.\)\), or Plain on Pooled",
     ),
+    ("alpha is text", lambda: APFL(mlp(), alpha="x"), "alpha must be a number, not 'x'"),  # type: ignore[arg-type]
+    ("half a cluster", lambda: IFCA(mlp(), clusters=0.5), r"clusters must be a whole number, not 0\.5"),  # type: ignore[arg-type]
+    ("factors are a number", lambda: WAFFLe(mlp(), factors=3), "factors must be a dict or None, not 3"),  # type: ignore[arg-type]
+    ("a list of texts", lambda: FedBPS(mlp(), auto_values=["a"]), r"auto_values must be a list, not \['a'\]"),  # type: ignore[arg-type]
+    ("by place", lambda: FedAvg(mlp(), 0.1, 1.5), "epochs must be a whole number"),  # type: ignore[arg-type]
+    ("lr is no number", lambda: FedAvg(mlp(), lr=math.nan), "lr must be a number, not nan"),
+    ("yes is not true", lambda: FedAvg(mlp(), keep_optimizer="yes"), "keep_optimizer must be True or False, not 'yes'"),  # type: ignore[arg-type]
+    ("store is a number", lambda: FedAvg(mlp(), store=3), "store must be a text or None, not 3"),  # type: ignore[arg-type]
+    ("another weighting", lambda: FedAvg(mlp(), weighting="size"), "weighting must be samples or uniform, not 'size'"),  # type: ignore[arg-type]
+    ("rule by name", lambda: FedAvg(mlp(), aggregation="median"), r"aggregation must be a rule .* such as Median\(\)"),  # type: ignore[arg-type]
+    (
+        "server's optimizer by name",
+        lambda: FedAvg(mlp(), server_optimizer="Adam"),
+        "server_optimizer must be a function",
+    ),  # type: ignore[arg-type]
+    ("a million workers", lambda: FedAvg(mlp(), workers=10**6), "workers must be at most 256, not 1000000"),
+    ("a long value", lambda: Digits(seed=list(range(99))), "seed must be a whole number or None, not a list"),  # type: ignore[arg-type]
+    ("net of text", lambda: MLP(in_features="a"), "in_features must be a whole number, not 'a'"),  # type: ignore[arg-type]
+    ("net below 0", lambda: MLP(num_classes=-1), "num_classes must be 0 or more, not -1"),
+    ("eval_only is a number", lambda: blobs(eval_only=1), "eval_only must be a list or None, not 1"),
+    ("too many clients", lambda: MajorMinor(10**9)(Y, 0), "1,000,000,000 clients cannot share 8 samples"),
+    ("scheme within by name", lambda: ConceptShift("IID"), "partition must be a scheme with its settings"),  # type: ignore[arg-type]
+    (
+        "users of two kinds",
+        lambda: TensorFederation(X, Y, partition=ByUser(2, 2), users=["a", None] * 4).federation,
+        "users must be all names or all numbers",
+    ),
+    ("sparse inputs", lambda: made(inputs=X.to_sparse()), "inputs must be a dense tensor of real numbers"),
+    ("complex inputs", lambda: made(inputs=X.cfloat()), "inputs must be a dense tensor of real numbers"),
+    (
+        "labels in a column",
+        lambda: fit(FedAvg(MLP(in_features=3, num_classes=2)), TensorFederation(X, Y[:, None], **LISTS)),
+        "Classification needs one whole number for each sample",
+    ),
+    ("a client without samples", lambda: made(train=[[0, 1, 2, 3], []]), "1 of 2 clients have no train samples"),
+    (
+        "transform of one argument",
+        lambda: fit(FedAvg(mlp()), changed(lambda x: x)),
+        "transform is called with a batch and a NumPy Generator, and failed",
+    ),
+    (
+        "transform drops samples",
+        lambda: fit(FedAvg(mlp()), changed(lambda x, rng: x[:1])),
+        r"transform must return a batch of the shape it was given, \(2, 20\), not \(1, 20\)",
+    ),
+    ("tunes batches", lambda: checked(callbacks=[BatchSizeFinder()]), "BatchSizeFinder would tune the server's step"),
+    ("server without optimizer", lambda: fit(Optimized(mlp()), blobs()), "needs one optimizer.* returns none"),
+    ("server with two", lambda: fit(Optimized(mlp(), 2), blobs()), "needs one optimizer.* returns 2"),
     ("predictions as pickle", lambda: PredictionWriter("a.pkl"), r"ends in \.csv, \.parquet, \.npz, not a\.pkl"),
 ]
 
@@ -128,6 +207,76 @@ def test_mistakes_in_python(call: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+ACCEPTED: list[tuple[str, Callable[[], Any]]] = [
+    ("numbers of NumPy", lambda: FedAvg(mlp(), lr=np.float32(0.1), epochs=np.int64(2), keep_optimizer=np.bool_(True))),  # type: ignore[arg-type]
+    ("a whole number where any will do", lambda: FedProx(mlp(), mu=1)),
+    ("a list for a tuple", lambda: FedBPS(mlp(), auto_values=[0.1, 0.5])),  # type: ignore[arg-type]
+    ("a path for a text", lambda: LedgerCallback(folder=Path("runs"))),  # type: ignore[arg-type]
+    ("a default of another type", lambda: Loose(mlp(), anything=None)),
+    ("labels that are true or false", lambda: made(targets=Y.bool())),
+    ("labels of eight bits", lambda: made(targets=Y.to(torch.uint8))),
+    ("inputs in double precision", lambda: made(inputs=X.double())),
+    ("lists of lists", lambda: made(inputs=X.tolist(), targets=Y.tolist())),
+    ("inputs that require a gradient", lambda: made(inputs=X.clone().requires_grad_())),
+    ("lists from a generator", lambda: made(train=(part for part in LISTS["train"]))),
+    ("a class that is missing", lambda: made(targets=Y * 2)),
+]
+
+
+@pytest.mark.parametrize("call", [row[1] for row in ACCEPTED], ids=[row[0] for row in ACCEPTED])
+def test_what_is_right_is_accepted(call: Callable[[], Any]) -> None:
+    call()
+
+
+def test_inputs_are_data_and_no_parameters() -> None:
+    assert not made(inputs=X.clone().requires_grad_()).inputs.requires_grad
+
+
+#: Values of which every option refuses most, and those that a plain type cannot be.
+WRONG: tuple[Any, ...] = ("xx", -1, 0.5, None, [], math.nan)
+NEVER: dict[Any, tuple[Any, ...]] = {
+    bool: ("xx", -1, 0.5, None, [], math.nan),
+    int: ("xx", 0.5, None, [], math.nan),
+    float: ("xx", None, [], math.nan),
+    str: (-1, 0.5, None, []),
+}
+PARTS: tuple[Any, ...] = (partitions, callbacks, robust, schedules, local_optim, tasks, methods, nets)
+CLASSES = sorted(
+    {
+        kind
+        for part in PARTS
+        for kind in vars(part).values()
+        if isinstance(kind, type) and issubclass(kind, NamedArguments | FedNet) and not inspect.isabstract(kind)
+    },
+    key=lambda kind: kind.__name__,
+)
+
+
+def sentence(call: Callable[[], Any]) -> str:
+    """What a call is refused with, nothing if it is not."""
+    try:
+        call()
+    except FederationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=[kind.__name__ for kind in CLASSES])
+def test_every_option_takes_its_type_or_says_so(kind: type) -> None:
+    """No option of any class ends in anything but an object or a sentence that names the option."""
+    options = {n: p for n, p in inspect.signature(kind).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    types = {n: p.annotation for n, p in _types(kind.__init__).items()}  # type: ignore[misc]
+    needed: dict[str, Any] = {n: 5 for n, p in options.items() if p.default is p.empty}
+    needed |= {n: (X, Y) for n in needed if n in types and not fits(5, types[n])}
+    needed |= {n: value for n, value in {"net": mlp(), "partition": Unimodal(clients=10)}.items() if n in needed}
+    for name in options.keys() - {"net"}:
+        for value in WRONG:
+            refused = value is not options[name].default and any(value is one for one in NEVER.get(types.get(name), ()))
+            said = sentence(lambda name=name, value=value: kind(**{**needed, name: value}))
+            assert "\n" not in said
+            assert not refused or said.startswith(f"{name} must be "), (name, value, said)
 
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(

@@ -142,19 +142,36 @@ def test_breast_cancer() -> None:
 
 
 def test_segmentation() -> None:
-    found = load("segmentation").main(rounds=8)
+    found = load("segmentation").main(rounds=6)
     assert max(found.values()) > 0.6  # all background has less than a half
 
 
 def test_next_character() -> None:
     found = load("next_character").main(rounds=2)
     assert max(found.values()) < 64  # of 128 characters
+    assert found["adapters kept at home"] < found["one model"]
+
+
+def test_next_character_of_tweets(tmp_path: Path) -> None:
+    """In the columns of Sentiment140; the eight busiest users are its clients."""
+    rows = [f'"0","{i}","now","q","user{i % 10}","{"tweet number " * (i % 10)}{i}"' for i in range(200)]
+    rows += [f'"0","{i}","now","q","user9","more of the same {i}"' for i in range(9)]
+    (tmp_path / "tweets.csv").write_text("\n".join(rows), encoding="latin-1")
+    example = load("next_character")
+    found = example.texts(str(tmp_path / "tweets.csv"))
+    assert len(found) == 8
+    assert next(iter(found)) == "user9"
+    codes, authors = example.lines(str(tmp_path / "tweets.csv"))
+    assert codes.shape == (len(authors), example.LENGTH + 1)
+    assert set(authors) <= set(found)
 
 
 def test_own_optimizer() -> None:
     example = load("own_optimizer")
-    assert example.main(rounds=6)["acc"] > 0.3
-    source = inspect.getsource(example.main).partition("# These are")[2].partition("found =")[0]
+    found = example.main(rounds=4)
+    assert found["FedPer"]["f1"] > found["FedAvg"]["f1"]
+    assert found["FedPer"]["acc"] > 0.6
+    source = inspect.getsource(example.main).partition("# These are")[2].partition("trainer =")[0]
     assert len([line for line in source.splitlines()[1:] if line.strip()]) < 10
 
 

@@ -136,7 +136,7 @@ def test_checkpoints_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
     ("make", "sentence"),
     [
         (lambda: FedAvg(mlp(), lr=-1.0), "lr must be 0 or more"),
-        (lambda: FedAvg(mlp(), lr=math.nan), "lr must be 0 or more"),
+        (lambda: FedAvg(mlp(), lr=math.nan), "lr must be a number, not nan"),
         (lambda: FedAvg(mlp(), epochs=-1), "epochs must be 1 or more"),
         (lambda: FedAvg(mlp(), batch_size=0), "batch_size must be 1 or more"),
         (lambda: FedAvg(mlp(), momentum=1.0), r"momentum must lie in \[0, 1\)"),

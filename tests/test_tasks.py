@@ -188,7 +188,7 @@ def test_what_does_not_fit(task: Task, output: tuple[int, ...], target: Tensor, 
     [
         ("Regresion", r"There is no task 'Regresion': choose Classification, MultiLabel"),
         (3, r"task must be one of Classification"),
-        ({"class_path": "Regression", "init_args": {"loss": 1}}, r"The task Regression cannot be made"),
+        ({"class_path": "Regression", "init_args": {"loss": 1}}, r"Regression has no option 'loss'"),
         ({"class_path": "Regression", "init_args": {"headline": "acc"}}, r"headline must be rmse, mae, r2, not 'acc'"),
     ],
 )

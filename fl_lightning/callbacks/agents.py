@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import Message
 
@@ -54,7 +55,7 @@ def local_since(weights: Tensor, agent: int) -> int | None:
     return since if since <= len(weights) else None
 
 
-class AgentWeightsCallback(Callback):
+class AgentWeightsCallback(NamedArguments, Callback):
     """Logs every agent's weight and distance by round for Weight Erosion, WAFFLEAvg and their like.
 
     Under ``agents/``: ``weight/<i>`` and ``distance/<i>`` of client i; ``own_weight``, the weight of the agent of

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.wire import Message, State
 
 
-class Several(Callback):
+class Several(NamedArguments, Callback):
     """A callback of which a Trainer may have several with different options.
 
     Lightning keeps the state of callbacks by a key, by default the class; here the options are part of it, but for the
@@ -49,7 +50,7 @@ def _noting(init: Callable[..., None]) -> Callable[..., None]:
     return noting
 
 
-class FederatedCallback(Callback):
+class FederatedCallback(NamedArguments, Callback):
     """A Lightning callback with the hooks of a federated round, all of them doing nothing.
 
     Any callback may implement any of these hooks: the loop looks them up by name and calls those it finds, between

@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from fl_lightning import seeding
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.engine import Job, make_engine
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex, Federation
@@ -24,7 +25,7 @@ from fl_lightning.wire import State
 FILE = "central.pt"
 
 
-class CentralCallback(Callback):
+class CentralCallback(NamedArguments, Callback):
     """What callbacks share that compare with a central model.
 
     It starts from the same weights, is trained with the clients' settings and makes as many passes over all training

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.module import FederatedModule
 from fl_lightning.ranks import RankError
 from fl_lightning.signals import STOPS, alone
@@ -20,7 +21,7 @@ WHOLE = (*STOPS, RankError)
 MONITOR = "val/acc"
 
 
-class FederatedCheckpoint(ModelCheckpoint):
+class FederatedCheckpoint(NamedArguments, ModelCheckpoint):
     """A ModelCheckpoint whose ``last.ckpt`` always is the last round, also where the best one is an earlier.
 
     With Lightning's own, ``last.ckpt`` is the last checkpoint that was saved: the best round, where one is monitored.
@@ -36,7 +37,11 @@ class FederatedCheckpoint(ModelCheckpoint):
     """
 
     def __init__(
-        self, monitor: str | None = None, mode: str = "max", filename: str | None = "best", **kwargs: Any
+        self,
+        monitor: str | None = None,
+        mode: Literal["max", "min"] = "max",
+        filename: str | None = "best",
+        **kwargs: Any,
     ) -> None:
         super().__init__(monitor=monitor or MONITOR, mode=mode, filename=filename, **{"save_last": True, **kwargs})
         self._chosen = monitor is not None

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from sklearn.metrics import normalized_mutual_info_score
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import Message
@@ -28,7 +29,7 @@ class HasClusters(Protocol):
         ...
 
 
-class ClustersCallback(Callback):
+class ClustersCallback(NamedArguments, Callback):
     """Logs the clusters after every so many rounds, and writes every client's cluster by round.
 
     Logged under ``clusters/``: ``size_<q>``, the number of clients of each; ``used``, the number of clusters that have

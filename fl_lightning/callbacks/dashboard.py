@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from torch import Tensor
 
 from fl_lightning import pictures, seeding
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.callbacks.pages import charts
 from fl_lightning.callbacks.record import ClientHistory, settings_of
 from fl_lightning.errors import FederationError
@@ -35,7 +36,7 @@ NAMED = 40
 SKETCH = 256
 
 
-class Dashboard(Callback):
+class Dashboard(NamedArguments, Callback):
     """Lays TensorBoard out for a federated run.
 
     - **Custom scalars**: the pages Scores, Fairness, Privacy, Communication and Method, with charts of whatever the

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message
@@ -49,7 +50,7 @@ def pairwise_distance(choices: Tensor) -> Tensor:
     return 2 * (users * (clients - users)).sum() / max(clients * (clients - 1), 1)
 
 
-class FactorsCallback(Callback):
+class FactorsCallback(NamedArguments, Callback):
     """Logs what the clients that have trained select, every so many rounds.
 
     For each factorised layer, under ``factors/<layer>/``: ``active``, the mean number of factors per client;

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 
@@ -22,7 +23,7 @@ Part = dict[str, Tensor]
 Columns = dict[str, list[Any]]
 
 
-class PredictionWriter(Callback):
+class PredictionWriter(NamedArguments, Callback):
     """Writes what ``Trainer.predict`` finds: a row for every test sample of every client.
 
     The columns are ``client``, ``sample`` (the row in the data), ``label`` (``target`` of tasks without classes),

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
@@ -101,7 +102,7 @@ class ClientHistory:
         self._last, self._seen, self._stride = state["last"], state["seen"], state["stride"]
 
 
-class RunRecord(Callback):
+class RunRecord(NamedArguments, Callback):
     """Writes ``run.json`` to the log folder: settings, all logged curves, every client's score, bytes and speed.
 
     The score is the task's headline metric, which ``measure`` names; its rows are called ``accuracy`` whatever it is.

@@ -19,7 +19,7 @@ from torch import Tensor
 from fl_lightning import arguments, seeding
 from fl_lightning.datamodules.loaders import ClientChunks, Tick
 from fl_lightning.datamodules.manifest import Manifest
-from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, hash_tensors
+from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, check_scheme, hash_tensors
 from fl_lightning.datamodules.partitions.deal import by_class
 from fl_lightning.datamodules.partitions.iid import IID
 from fl_lightning.datamodules.sampling import Sampling, drawn, trained
@@ -126,7 +126,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
             raise FederationError(f"sampling must be fixed or poisson, not {sampling!r}.")
         self.sampling, self.secret_cohorts = sampling, secret_cohorts
         self._key = new_key() if secret_cohorts else None
-        _check_scheme(partition)
+        check_scheme(partition)
         val_fraction = HELD_OUT if val_fraction is None else val_fraction
         for name, value in (("fraction", fraction), ("val_fraction", val_fraction)):
             arguments.real(name, value)
@@ -361,15 +361,6 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         chosen = everyone if self.eval_only is None else sorted(set(self.eval_only))
         sizes = self.federation.index(split).sizes
         return ClientChunks([client for client in chosen if sizes[client]], self.eval_clients)
-
-
-def _check_scheme(partition: Any) -> None:
-    """Refuse what is no partition scheme, above all the name or the class of one."""
-    if partition is None or isinstance(partition, PartitionScheme):
-        return
-    made = getattr(partition, "__name__", partition)
-    hint = f"{made}(clients=10, ...)" if isinstance(made, str) else "Unimodal(clients=10, classes_per_client=2)"
-    raise FederationError(f"partition must be a scheme with its settings, such as {hint}, not {partition!r}.")
 
 
 def _check_samples(samples: Samples, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning import arguments
 from fl_lightning.datamodules import partitions
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme
 from fl_lightning.errors import FederationError
@@ -84,8 +85,11 @@ class Manifest:
             raise FederationError(f"The manifest {path} cannot be read ({error}): write it again.") from None
         try:
             manifest = cls(**fields)
+            arguments.check_types(cls, (), fields)
         except TypeError:
             raise FederationError(f"{path} is not a manifest: `fl-lightning partition --out DIR` writes one.") from None
+        except FederationError as error:
+            raise FederationError(f"The manifest {path} was changed: {error}") from None
         if manifest.format != FORMAT:
             raise FederationError(f"The manifest {path} has format {manifest.format}, but only {FORMAT} is known.")
         return manifest
@@ -177,8 +181,9 @@ def _build(description: Mapping[str, Any]) -> PartitionScheme | None:
             return None
         nested = {k: _build(v) if isinstance(v, dict) and "scheme" in v else v for k, v in settings.items()}
         scheme = kind(**nested)
-    except (KeyError, TypeError, AttributeError):
-        raise FederationError("The manifest's scheme is damaged: write it again.") from None
+    except (KeyError, TypeError, AttributeError, FederationError) as error:
+        reason = f" ({str(error).rstrip('.')})" if isinstance(error, FederationError) else ""
+        raise FederationError(f"The manifest's scheme is damaged{reason}: write it again.") from None
     assert isinstance(scheme, PartitionScheme)
     return scheme
 

@@ -1,5 +1,6 @@
 """How a cohort is trained: one client at a time, or stacked; the results agree."""
 
+from fl_lightning import arguments
 from fl_lightning.engine.auto import ENGINES, AutoEngine, settled
 from fl_lightning.engine.base import Engine
 from fl_lightning.engine.captured import CapturedEngine
@@ -47,6 +48,10 @@ __all__ = [
 ]
 
 
+#: Processes of a run; more of them are a slip.
+MOST_WORKERS = 256
+
+
 def make_engine(name: str, width: int = 16, workers: int = 1, timeout: float | None = None) -> Engine:
     """Make an engine by name.
 
@@ -56,10 +61,8 @@ def make_engine(name: str, width: int = 16, workers: int = 1, timeout: float | N
         workers: how many processes the clients are shared out to.
         timeout: seconds without a local step after which a worker hangs; None takes ``FL_LIGHTNING_TIMEOUT``.
     """
-    if width < 1:
-        raise FederationError(f"clients_per_stack must be 1 or more, not {width}.")
-    if workers < 1:
-        raise FederationError(f"workers must be 1 or more, not {workers}.")
+    arguments.whole("clients_per_stack", width, 1)
+    arguments.whole("workers", workers, 1, MOST_WORKERS)
     if timeout is not None and not timeout > 0:
         raise FederationError(f"timeout must be a number of seconds greater than 0, not {timeout}.")
     if name != "auto" and name not in ENGINES:

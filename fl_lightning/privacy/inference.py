@@ -166,7 +166,9 @@ class Teacher:
             found = [(plain, self._plain(self._known(model, plain)))]
             if bool((seen & own).any() & (seen & rest).any()):
                 sides = self.inside[apart][:, seen], self.outside[apart][:, seen]
-                known = self._known(model, seen), Answers(*(part[apart][:, seen] for part in self.known))
+                nothing = self.known.features[:0]  # the largest part, which nothing is compared by
+                theirs = Answers(nothing, *(part[apart][:, seen] for part in self.known[1:]))
+                known = self._known(model, seen), theirs
                 found.append((seen, self._compared(*known, *sides, self.others[apart], self.others[model])))
             for rows, scored in found:
                 for name, value in scored.items():

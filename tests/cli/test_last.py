@@ -64,7 +64,7 @@ def test_rounds_between_validations_are_saved_too(tmp_path: Path) -> None:
     every: dict[str, Any] = {"check_val_every_n_epoch": 2, "enable_checkpointing": True, "callbacks": [saver]}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*could not find the monitored key.*")
-        fit(FedAvg(mlp(), engine="stacked"), blobs(), 3, **every)
+        fit(FedAvg(mlp(), engine="stacked"), blobs(val_fraction=0.2), 3, **every)
     assert rounds(tmp_path / "last.ckpt") == 3
     assert rounds(tmp_path / "best.ckpt") == 2
 
@@ -84,7 +84,7 @@ def test_last_goes_on_with_the_newest_run_of_the_configuration(capsys: pytest.Ca
         torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for run in (resumed, whole)
     ]
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
-    curves = [json.loads((run / "run.json").read_text())["curves"]["test/acc"] for run in (resumed, whole)]
+    curves = [json.loads((run / "run.json").read_text())["curves"]["val/acc"] for run in (resumed, whole)]
     assert curves[0] == curves[1]
     assert curves[0]["rounds"] == [0, 1, 2, 3, 4]
 

@@ -42,7 +42,7 @@ def test_setup_builds_once() -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
 def test_fraction_outside_its_range(fraction: float) -> None:
-    with pytest.raises(FederationError, match="fraction must be greater than 0 and at most 1"):
+    with pytest.raises(FederationError, match=r"fraction must be (greater than 0 and at most 1|a number)"):
         digits(fraction=fraction)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fl_lightning import arguments
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex
 from fl_lightning.seeding import stream
@@ -98,6 +98,10 @@ class Pool:
         owners = None if users is None else np.asarray(users)
         if owners is not None and len(owners) != len(array):
             raise FederationError(f"There are {len(array)} labels but {len(owners)} users.")
+        if owners is not None and owners.dtype.kind == "O" and len({type(one) for one in owners.tolist()}) > 1:
+            raise FederationError(
+                "users must be all names or all numbers, one for each sample: fill in what is missing."
+            )
         return cls(array, size, owners)
 
     @property
@@ -121,7 +125,16 @@ class Pool:
         return torch.from_numpy(self.test_rows) if self.train_size < len(self.labels) else None
 
 
-class PartitionScheme(ABC):
+def check_scheme(partition: Any) -> None:
+    """Refuse what is no partition scheme, above all the name or the class of one."""
+    if partition is None or isinstance(partition, PartitionScheme):
+        return
+    made = getattr(partition, "__name__", partition)
+    hint = f"{made}(clients=10, ...)" if isinstance(made, str) else "Unimodal(clients=10, classes_per_client=2)"
+    raise FederationError(f"partition must be a scheme with its settings, such as {hint}, not {partition!r}.")
+
+
+class PartitionScheme(arguments.NamedArguments, ABC):
     """A way to deal samples to clients.
 
     A scheme is a small object whose constructor arguments are its settings (and the command line's options). Calling
@@ -146,7 +159,10 @@ class PartitionScheme(ABC):
             train_size: how many rows are official training rows; None means all.
             users: who wrote each sample, shape (n,), for schemes that go by user.
         """
-        partition = self.split(Pool.of(labels, train_size, users), stream(seed, "partition"))
+        pool, clients = Pool.of(labels, train_size, users), self.settings.get("clients")
+        if isinstance(clients, int) and clients > len(pool.labels):
+            raise FederationError(f"{clients:,} clients cannot share {len(pool.labels):,} samples: use fewer clients.")
+        partition = self.split(pool, stream(seed, "partition"))
         for name, index in (("training", partition.train), ("test", partition.test)):
             empty = int((index.sizes == 0).sum())
             if empty:
@@ -162,7 +178,7 @@ class PartitionScheme(ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """The constructor arguments by name."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        return {name: getattr(self, name) for name in arguments.parameters(type(self))}
 
     def describe(self) -> dict[str, Any]:
         """Scheme and settings in plain types, as a manifest keeps them."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
+from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool, check_scheme
 from fl_lightning.datamodules.partitions.skew import LabelSkew
 from fl_lightning.errors import FederationError
 from fl_lightning.seeding import stream
@@ -30,7 +30,8 @@ class ConceptShift(PartitionScheme):
     """
 
     def __init__(self, partition: PartitionScheme | None = None, agent: int = 0) -> None:
-        self.partition = partition or LabelSkew("A")
+        check_scheme(partition)
+        self.partition = LabelSkew("A") if partition is None else partition
         self.agent = agent
 
     def __call__(

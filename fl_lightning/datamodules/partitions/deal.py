@@ -124,7 +124,7 @@ def by_class(
     cell = np.stack((owner, labels[flat]))[:, order]
     first = np.append(True, (cell[:, 1:] != cell[:, :-1]).any(axis=0))[: len(flat)]  # of a client's class
     spare = sizes - np.bincount(owner[first], minlength=clients)
-    held = np.minimum(np.maximum(np.floor(sizes * fraction + 0.5).astype(np.int64), 1), sizes - 1)
+    held = np.minimum(np.maximum(np.floor(sizes * fraction + 0.5).astype(np.int64), 1), np.maximum(sizes - 1, 0))
     held = np.where(spare > 0, np.minimum(held, spare), held)
     free = order[~first | (spare == 0)[owner]]  # places in ``flat`` from which to take, class after class
     owner_free = owner[free]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_lightning import seeding
+from fl_lightning import arguments, seeding
 from fl_lightning.engine import entries
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
@@ -21,6 +21,8 @@ from fl_lightning.wire import Message, State, prefixed, under
 
 #: The entry by which a client tells the cluster that it chose.
 CHOICE = "cluster"
+#: Models that a server may hold; more of them are a slip.
+MOST = 10_000
 
 
 class ClusteredModule(FederatedModule, ABC):
@@ -34,8 +36,7 @@ class ClusteredModule(FederatedModule, ABC):
 
     def __init__(self, net: FedNet, clusters: int, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        if clusters < 1:
-            raise FederationError(f"clusters must be 1 or more, not {clusters}.")
+        arguments.whole("clusters", clusters, 1, MOST)
         self.clusters = clusters
 
     @abstractmethod
