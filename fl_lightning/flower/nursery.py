@@ -13,24 +13,28 @@ import os
 import random
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from fl_lightning.process import end_with_parent
 
 
-def raise_client_apps(run: Callable[[list[str]], None], prepare: Callable[[], None]) -> None:
-    """Have the process that looks for messages fork ClientApps; called before it has threads.
+def raise_client_apps(run: Callable[[list[str]], None]) -> None:
+    """Have the process that looks for messages fork ClientApps; called when it has loaded Flower and has no threads.
 
     Args:
         run: Runs a ClientApp with the arguments of its command.
-        prepare: Loads what a ClientApp needs; called once, in the process that is forked.
     """
+    if threading.active_count() > 1:
+        raise SystemExit(
+            "Flower starts threads while it is loaded: install the version that fl-lightning[deploy] names."
+        )
     here, there = socket.socketpair()
     if os.fork() == 0:
         here.close()
         try:
-            _nurse(there, run, prepare)
+            _nurse(there, run)
         finally:
             os._exit(1)
     there.close()
@@ -56,10 +60,9 @@ def raise_client_apps(run: Callable[[list[str]], None], prepare: Callable[[], No
     module.SubprocessExecutor.launch = fork
 
 
-def _nurse(requests: socket.socket, run: Callable[[list[str]], None], prepare: Callable[[], None]) -> None:
+def _nurse(requests: socket.socket, run: Callable[[list[str]], None]) -> None:
     """Fork for every line that comes, until there are no more."""
     end_with_parent()
-    prepare()
     with requests.makefile() as lines:
         for line in lines:
             with contextlib.suppress(ChildProcessError):  # take leave of those that have ended
