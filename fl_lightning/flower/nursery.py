@@ -11,6 +11,8 @@ import importlib
 import json
 import os
 import random
+import select
+import signal
 import socket
 import sys
 import threading
@@ -18,6 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fl_lightning.process import end_with_parent
+
+#: Seconds between looks at ClientApps.
+LOOK = 1.0
 
 
 def raise_client_apps(run: Callable[[list[str]], None]) -> None:
@@ -63,13 +68,28 @@ def raise_client_apps(run: Callable[[list[str]], None]) -> None:
 def _nurse(requests: socket.socket, run: Callable[[list[str]], None]) -> None:
     """Fork for every line that comes, until there are no more."""
     end_with_parent()
-    with requests.makefile() as lines:
-        for line in lines:
-            with contextlib.suppress(ChildProcessError):  # take leave of those that have ended
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            if os.fork() == 0:
-                _grow_up(json.loads(line), run)
+    rest = b""
+    while True:
+        if select.select([requests], [], [], LOOK)[0]:
+            more = requests.recv(65536)
+            if not more:
+                return
+            *lines, rest = (rest + more).split(b"\n")
+            for line in lines:
+                if os.fork() == 0:
+                    _grow_up(json.loads(line), run)
+        _take_leave()
+
+
+def _take_leave() -> None:
+    """See which ClientApps have ended; after one that was killed, have all started again, so that the server hears."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            number, status = os.waitpid(-1, os.WNOHANG)
+            if number == 0:
+                return
+            if os.WIFSIGNALED(status):
+                os.kill(os.getppid(), signal.SIGKILL)  # the supernode notices, and the server before its minute is over
 
 
 def _grow_up(arguments: list[str], run: Callable[[list[str]], None]) -> None:
