@@ -23,6 +23,8 @@ POLL = 0.25
 PAUSE, LONGEST_PAUSE = 1.0, 30.0
 #: Seconds between looks at a child's own children.
 LOOK = 2.0
+#: The command with which Flower starts apps.
+STARTER = "flower-superexec"
 #: Lines that say only that a request was answered.
 _ROUTINE = ('" 200', "HTTP Request: ")
 
@@ -145,17 +147,18 @@ class Child:
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
         """Wait until it has ended; end it where the process that starts its apps is gone, which it does not notice."""
-        had = False
+        had, missed = False, 0
         while True:
             try:
                 process.wait(LOOK)
                 return
             except subprocess.TimeoutExpired:
-                has = _has_children(process.pid)
-            if had and not has and not self._ended.is_set():
+                names = _children(process.pid)
+            had = had or STARTER[:15] in names
+            missed = 0 if names or not had else missed + 1
+            if missed > 1 and not self._ended.is_set():
                 log.warning("What the %s starts apps with has ended: it is started again.", self.name)
                 process.kill()
-            had = has
 
     def _listen(self, process: subprocess.Popen[str], output: object) -> None:
         """Write down what it says."""
@@ -174,16 +177,15 @@ class Child:
                     self.hear(line)
 
 
-def _has_children(pid: int) -> bool:
-    """Whether a process has children that run; True where the system does not tell."""
-    tasks = Path(f"/proc/{pid}/task")
-    if not tasks.exists():
-        return True
+def _children(pid: int) -> list[str]:
+    """Names, of at most 15 letters, of a process's children that run; none where the system does not tell."""
+    names = []
     try:
-        lists = [task.joinpath("children").read_text().split() for task in tasks.iterdir()]
-        states = [
-            Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] for few in lists for child in few
-        ]
+        lists = [task.joinpath("children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+        for child in (child for few in lists for child in few):
+            name, rest = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)
+            if rest.split()[0] != "Z":
+                names.append(name.split("(", 1)[1])
     except OSError:  # one of them ended while they were read
-        return True
-    return any(state != "Z" for state in states)
+        return [""]
+    return names

@@ -125,6 +125,22 @@ def load_node_key(path: Path) -> Any:
     return key
 
 
+def check_public(path: Path) -> None:
+    """Say what keeps a file from being a site's public key."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except FileNotFoundError:
+        raise FederationError(f"There is no public key at {path}.") from None
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise FederationError(f"{path} is not a public key of an elliptic curve in OpenSSH's format: the site has it.")
+
+
 def fingerprint(private: Path) -> str:
     """Short form of a site's public key, as ``ssh-keygen -l`` gives it."""
     return short(load_node_key(private).public_key())

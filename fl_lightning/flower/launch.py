@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import ipaddress
 import itertools
+import json
 import os
 import shlex
 import sys
@@ -129,7 +130,9 @@ def _own_client_app() -> None:
 def _fork_client_apps() -> None:
     """At a site, have ClientApps forked."""
     if os.environ.get(AT_SITE):
-        raise_client_apps(run, _own_client_app)
+        importlib.import_module(COMMANDS["flower-superexec"].split(":")[0])  # once for both: it is most of the work
+        _own_client_app()
+        raise_client_apps(run)
 
 
 def _ask_sooner() -> None:
@@ -161,13 +164,30 @@ def main() -> None:
     run(sys.argv)
 
 
+def register(connection: str, sites: str) -> None:
+    """Register sites one after the other in this process; print, as JSON, what Flower said of each it refused."""
+    main_command = importlib.import_module("typer.main").get_command(importlib.import_module("flwr.cli.app").app)
+    said = {}
+    for name, public in json.loads(sites).items():
+        named = ["--name", name] if name else []
+        try:
+            main_command.main(["supernode", "register", public, connection, *named], standalone_mode=False)
+            said[name] = ""
+        except Exception as error:
+            said[name] = str(getattr(error, "message", error))
+    print(json.dumps(said))
+
+
 def run(arguments: list[str]) -> None:
     """Run a command with its arguments in this process, which takes its name."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_NAME, arguments[0].encode())
     sys.argv = arguments
-    module, function = COMMANDS[arguments[0]].split(":")
-    getattr(importlib.import_module(module), function)()
+    if arguments[0] == "register":
+        register(*arguments[1:])
+    else:
+        module, function = COMMANDS[arguments[0]].split(":")
+        getattr(importlib.import_module(module), function)()
 
 
 if __name__ == "__main__":

@@ -11,26 +11,35 @@ import importlib
 import json
 import os
 import random
+import select
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from fl_lightning.process import end_with_parent
 
+#: Seconds between looks at ClientApps.
+LOOK = 1.0
 
-def raise_client_apps(run: Callable[[list[str]], None], prepare: Callable[[], None]) -> None:
-    """Have the process that looks for messages fork ClientApps; called before it has threads.
+
+def raise_client_apps(run: Callable[[list[str]], None]) -> None:
+    """Have the process that looks for messages fork ClientApps; called when it has loaded Flower and has no threads.
 
     Args:
         run: Runs a ClientApp with the arguments of its command.
-        prepare: Loads what a ClientApp needs; called once, in the process that is forked.
     """
+    if threading.active_count() > 1:
+        raise SystemExit(
+            "Flower starts threads while it is loaded: install the version that fl-lightning[deploy] names."
+        )
     here, there = socket.socketpair()
     if os.fork() == 0:
         here.close()
         try:
-            _nurse(there, run, prepare)
+            _nurse(there, run)
         finally:
             os._exit(1)
     there.close()
@@ -56,17 +65,31 @@ def raise_client_apps(run: Callable[[list[str]], None], prepare: Callable[[], No
     module.SubprocessExecutor.launch = fork
 
 
-def _nurse(requests: socket.socket, run: Callable[[list[str]], None], prepare: Callable[[], None]) -> None:
+def _nurse(requests: socket.socket, run: Callable[[list[str]], None]) -> None:
     """Fork for every line that comes, until there are no more."""
     end_with_parent()
-    prepare()
-    with requests.makefile() as lines:
-        for line in lines:
-            with contextlib.suppress(ChildProcessError):  # take leave of those that have ended
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            if os.fork() == 0:
-                _grow_up(json.loads(line), run)
+    rest = b""
+    while True:
+        if select.select([requests], [], [], LOOK)[0]:
+            more = requests.recv(65536)
+            if not more:
+                return
+            *lines, rest = (rest + more).split(b"\n")
+            for line in lines:
+                if os.fork() == 0:
+                    _grow_up(json.loads(line), run)
+        _take_leave()
+
+
+def _take_leave() -> None:
+    """See which ClientApps have ended; after one that was killed, have all started again, so that the server hears."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            number, status = os.waitpid(-1, os.WNOHANG)
+            if number == 0:
+                return
+            if os.WIFSIGNALED(status):
+                os.kill(os.getppid(), signal.SIGKILL)  # the supernode notices, and the server before its minute is over
 
 
 def _grow_up(arguments: list[str], run: Callable[[list[str]], None]) -> None:

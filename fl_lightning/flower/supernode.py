@@ -90,9 +90,18 @@ class Supernode:
             self.connected.set()
             self._refused = 0.0
             self._say("")
-        elif "Connection attempt failed" in line:
+        elif "Connection attempt failed" in line and not self._reachable():  # its own processes say the same
             self.connected.clear()
             self._say(f"No server answers at {self.superlink}: trying again until one does.")
+
+    def _reachable(self) -> bool:
+        """Whether something listens at the server's address."""
+        host, port = self.superlink.rsplit(":", 1)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+        except OSError:
+            return False
+        return True
 
     def _judge(self, last: str) -> float | None:
         """Say why it ended, once, and when to try again."""

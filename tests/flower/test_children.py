@@ -65,7 +65,11 @@ def test_a_child_that_does_not_listen_is_killed(tmp_path, monkeypatch):
 def test_a_child_without_the_process_that_starts_its_apps_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(children, "LOOK", 0.2)
     monkeypatch.setattr(children, "PAUSE", 0.05)
-    code = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid); time.sleep(1000)"
+    monkeypatch.setattr(children, "STARTER", "sleep")
+    code = (
+        "import subprocess, time; subprocess.run(['sleep', '0.01']); time.sleep(1.5);"  # others come and go
+        "print(subprocess.Popen(['sleep', '1000']).pid); time.sleep(1000)"
+    )
     heard = []
     made = child(tmp_path, code, hear=heard.append)
     made.env["PYTHONUNBUFFERED"] = "1"
@@ -159,7 +163,7 @@ def test_other_machines_reach_the_messages_of_sites_alone(path, client, status):
 @needs_flower
 def test_what_ended_a_supernode_is_said_once(tmp_path, caplog):
     keys, key = server_keys(tmp_path / "k"), node_keys(tmp_path / "n")
-    made = Supernode(tmp_path, "server:1", tmp_path / "w", key.private, keys.authority)
+    made = Supernode(tmp_path, f"127.0.0.1:{free_port()}", tmp_path / "w", key.private, keys.authority)
     with caplog.at_level(logging.WARNING, supernode.__name__):
         for _ in range(2):
             assert made._judge("[code: 2004] Failed to activate SuperNode.") == supernode.REJOIN
@@ -174,7 +178,12 @@ def test_what_ended_a_supernode_is_said_once(tmp_path, caplog):
         assert made._judge("Traceback") is None
         assert "started again" in caplog.text
         made._hear("WARNING :   Connection attempt failed, retrying in 0.88 seconds\n")
-        assert "No server answers at server:1" in caplog.text
+        assert f"No server answers at {made.superlink}" in caplog.text
+        caplog.clear()
+        with socket.create_server(("127.0.0.1", int(made.superlink.split(":")[1]))):
+            made._said = ""
+            made._hear("WARNING :   Connection attempt failed, retrying in 0.88 seconds\n")
+        assert not caplog.text
 
 
 @needs_flower

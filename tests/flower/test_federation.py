@@ -65,5 +65,8 @@ def test_unknown_sites_and_unknown_servers_are_refused_on_both_sides(tmp_path, f
     assert federation.transport.present() == ["hospital"]
     federation.link.register(federation.key.public, "hospital")  # once more does no harm
     (tmp_path / "junk.pub").write_text("junk")
-    with pytest.raises(FederationError, match="did not take the key"):
+    with pytest.raises(FederationError, match="not a public key"):
         federation.link.register(tmp_path / "junk.pub")
+    several = {"b": stranger.public, "c": misled.public, "d": tmp_path / "junk.pub", "e": tmp_path / "none"}
+    assert {*federation.link.register_all(several)} == {"d", "e"}
+    assert federation.link.register_all({"b": stranger.public}) == {}
