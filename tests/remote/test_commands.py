@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import yaml
 
 from tests.flower.federations import free_port, needs_flower
 
+#: Flower would install an app's dependencies.
+DISABLED = "--disable-runtime-dependency-installation"
 RUN = {
     "seed_everything": 0,
     "trainer": {"max_epochs": 2, "accelerator": "cpu", "logger": False},
@@ -92,3 +95,62 @@ def test_a_site_shows_what_the_run_is_and_what_it_will_tell(config: Path, tmp_pa
     assert re.search(r"fingerprint +[0-9a-f]{16}", done.stdout)
     assert re.search(r"samples +\{'train': \d+, 'val': \d+, 'test': \d+\}", done.stdout)
     assert "none: the server sees the messages of this client as they are" in done.stdout
+
+
+@needs_flower
+@pytest.mark.slow
+def test_serve_and_join_beside_flower_processes_of_ones_own(config: Path, tmp_path: Path) -> None:
+    port, nodes = free_port(), [free_port() for _ in range(2)]
+    home = tmp_path / "flwr"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    quiet = {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    environment = {**os.environ, **quiet, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    bin_, ours = Path(sys.executable).parent, [sys.executable, "-m", "fl_lightning.cli"]
+    environment["PATH"] = f"{bin_}{os.pathsep}{environment['PATH']}"
+    started = []
+
+    def begin(name: str, *command: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log))
+        return started[-1]
+
+    def waited(name: str, pattern: str, seconds: float = 120.0) -> str:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            found = re.search(pattern, (tmp_path / f"{name}.log").read_text())
+            if found:
+                return found[1]
+            time.sleep(0.2)
+        raise AssertionError((tmp_path / f"{name}.log").read_text()[-2000:])
+
+    try:
+        where = ["--host", "127.0.0.1", "--port"]
+        begin("link", str(bin_ / "flower-superlink"), "--insecure", *where, str(port), DISABLED)
+        run_it = [*ours, "serve", "--config", str(config), "--clients", "2", "--attach", "--home", "server"]
+        server = begin("server", *run_it)
+        for client in range(2):
+            site = ["join", "--config", str(config), "--client", str(client), "--attach", "--yes"]
+            begin(f"site-{client}", *ours, *site, "--home", f"s{client}")
+            path = waited(f"site-{client}", r"--node-config 'socket=\"(.*)\"'")
+            node = ["--insecure", "--superlink", f"127.0.0.1:{port}", *where, str(nodes[client])]
+            begin(f"node-{client}", str(bin_ / "flower-supernode"), *node, "--node-config", f'socket="{path}"')
+        app, path = (waited("server", p) for p in (r"flwr run (\S+) ", r"socket=\"(.*)\"'"))
+        subprocess.run(
+            [str(bin_ / "flwr"), "run", app, "own", "--run-config", f'socket="{path}"'],
+            env=environment,
+            check=True,
+            timeout=120,
+            stdin=subprocess.DEVNULL,
+        )
+        assert server.wait(240) == 0, (tmp_path / "server.log").read_text()[-2000:]
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            process.wait(30)
+    scores = yaml.safe_load((tmp_path / "server" / "scores.json").read_text())
+    assert all(0.1 < score <= 1 for score in scores)
+    assert len(scores) == 2
