@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import persistence, schedules, seeding, tasks
+from fl_lightning import lightning_checks, persistence, schedules, seeding, tasks
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.checks import one_of
 from fl_lightning.contract import AdversarySide, ClientSide
@@ -22,13 +22,6 @@ from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import ClientOutput, Evaluator, evaluation_setting
 from fl_lightning.exchange import Clients
 from fl_lightning.federation import Federation, Split
-from fl_lightning.lightning_checks import (
-    check_aggregation,
-    check_net_argument,
-    check_run,
-    check_server_optimizer,
-    check_trainer,
-)
 from fl_lightning.local_optim import LocalOptimizer
 from fl_lightning.loop import FederatedLoop, Tally
 from fl_lightning.model import BufferPolicy
@@ -119,7 +112,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.weighting: Weighting = one_of("weighting", weighting, ("samples", "uniform"))
         self.buffers_policy: BufferPolicy = one_of("buffers", buffers, ("average", "keep", "reset"))
         self.server_optimizer, self.aggregation = server_optimizer, aggregation
-        check_aggregation(self)
+        lightning_checks.check_aggregation(self)
         self.engine: Engine = make_engine(engine, clients_per_stack, workers)
         #: What is kept of every client between rounds.
         self.snapshots = SnapshotStore() if store is None else DiskSnapshotStore(store)
@@ -129,15 +122,15 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.bytes_up = self.bytes_down = self.completed_rounds = self.completed_stages = 0
         self.stage, self.tally = Stage(()), Tally()  # under way, and totals of those before it in the round
         self.summary: dict[str, float] = {}
-        buffers_of_net = entries(self.net).keys() - dict(self.net.named_parameters()).keys()
-        self.initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n in buffers_of_net}
+        parameters = dict(self.net.named_parameters())
+        self.initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n not in parameters}
         self.forget_net()
 
     @classmethod
     def check_arguments(cls, given: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse arguments that the method does not take, and a net that is none."""
         super().check_arguments(given, named)
-        check_net_argument(cls.__name__, given, named)
+        lightning_checks.check_net_argument(cls.__name__, given, named)
 
     # ---- the exchange with the clients ------------------------------------------------------------------------
 
@@ -160,8 +153,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     def cohort(self, round: int) -> list[int]:
         """The clients that train in a round."""
-        cohort: list[int] = self.datamodule.cohort(round)
-        return cohort
+        return list(self.datamodule.cohort(round))
 
     def personal_state(self, client: int) -> State:
         """The model that a simulated client is evaluated with, also if it never trained."""
@@ -184,8 +176,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         """A copy that another process can train clients with: no Trainer, no clients, no server's optimizer."""
         twin = copy.copy(self)
         twin._modules = {**self._modules, "net": copy.deepcopy(self.net)}
-        twin._trainer = None
-        twin.server_optimizer = None
+        twin._trainer = twin.server_optimizer = None
         twin.engine, twin.snapshots, twin.exchange = make_engine("sequential"), SnapshotStore(), SimulatedClients(twin)
         twin.roster, twin.evaluator, twin.loop = [], Evaluator(), FederatedLoop(twin)
         twin.forget_net()
@@ -195,15 +186,14 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse what cannot be honoured, and show clients in the Trainer's own progress bar."""
-        check_trainer(self.trainer)
+        lightning_checks.check_trainer(self.trainer)
         persistence.watch(self.trainer)
-        bar = self.trainer.progress_bar_callback
-        ours = federated_progress_bar(bar) if bar is not None else None
+        ours = federated_progress_bar(self.trainer.progress_bar_callback)
         return [SignalsCallback(), *([] if ours is None else [ours])]
 
     def setup(self, stage: str) -> None:
         """Check net and data, and let the clients introduce themselves."""
-        self.evaluator.prepare(check_run(self, stage).num_clients)
+        self.evaluator.prepare(lightning_checks.check_run(self, stage).num_clients)
         self.forget_net()  # made anew where the module then lies
         kind = RankedClients if self.trainer.world_size > 1 else SimulatedClients
         if isinstance(self.exchange, SimulatedClients) and type(self.exchange) is not kind:
@@ -226,7 +216,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     def on_train_start(self) -> None:
         """Refuse anything but one optimizer of the server."""
-        check_server_optimizer(self)
+        lightning_checks.check_server_optimizer(self)
 
     def configure_optimizers(self) -> Optimizer:
         """The server's optimizer."""

@@ -232,14 +232,14 @@ def _steps(module: Any) -> int:
     return sum(snapshots[client].steps for client in snapshots)
 
 
-def federated_progress_bar(bar: ProgressBar) -> ProgressBar | None:
+def federated_progress_bar(bar: ProgressBar | None) -> ProgressBar | None:
     """The federated bar to put in the place of one of Lightning's own, with the same settings.
 
     Args:
-        bar: the Trainer's progress bar.
+        bar: the Trainer's progress bar; None if it has none.
 
     Returns:
-        The new bar, or None if ``bar`` is federated already or a class of the user's own.
+        The new bar, or None if there is none, or one that is federated already or a class of the user's own.
     """
     ours: FederatedTQDMProgressBar | FederatedRichProgressBar
     if type(bar) is TQDMProgressBar:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,11 +21,15 @@ from fl_lightning.callbacks.base import FederatedCallback, Several
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
+from fl_lightning.privacy.figures import show_figure
 from fl_lightning.privacy.report import Report
 from fl_lightning.privacy.views import VIEWS, make_views
 from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, intercept
 from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message, State
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Those of every run; ``sums`` and ``colluding`` are for secure aggregation.
 ALL_VIEWS = tuple(name for name, view in VIEWS.items() if not view.sums)
@@ -77,6 +81,8 @@ class AttackCallback(Several, FederatedCallback):
         self.clients, self.every, self.memory, self.group, self.folder = clients, every, memory, group, folder
         #: What the attacks came to, by number of rounds.
         self.reports: dict[int, Report] = {}
+        #: Files of the last attack's pictures by name.
+        self.pictures: dict[str, str] = {}
         self.wire = Wire(memory=memory)
         #: Told how many targets of how many an attack is through with.
         self.watch: Callable[[int, int], None] | None = None
@@ -232,6 +238,7 @@ class AttackCallback(Several, FederatedCallback):
         if trainer.fast_dev_run or rounds in self.reports or not run.clients:  # type: ignore[attr-defined]
             return
         run.watch, run.protect = self.watch, _protection(trainer, module)
+        self.pictures = {}
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*many workers.*|.*number of training batches.*|.*treespec.*")
             rows = self.strike(trainer, run)
@@ -243,6 +250,12 @@ class AttackCallback(Several, FederatedCallback):
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in report.scalars().items()})
         self._write(trainer, report)
 
+    def picture(self, trainer: Trainer, name: str, make: Callable[[], Figure], rounds: int) -> None:
+        """Log a picture, and show it in the report."""
+        file = show_figure(trainer, name, make, rounds, self.folder)
+        if file is not None:
+            self.pictures[name] = file
+
     def _write(self, trainer: Trainer, report: Report) -> None:
         folder = self.folder or trainer.log_dir
         if folder is None or not trainer.is_global_zero:
@@ -250,7 +263,8 @@ class AttackCallback(Several, FederatedCallback):
         path = Path(folder) / f"attack_{self.attack}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([json.loads(one.json()) for one in self.reports.values()], indent=1))
-        path.with_suffix(".md").write_text(report.markdown())
+        pictures = "".join(f"\n![{name}]({file})\n" for name, file in self.pictures.items())
+        path.with_suffix(".md").write_text(report.markdown() + pictures)
         rank_zero_info(f"{self.attack} attack: {path.with_suffix('.md')}")
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from fl_lightning.callbacks.attacks import ALL_VIEWS, AttackCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.data import attack_data, deal_shadows
-from fl_lightning.privacy.figures import images_figure, show_figure
+from fl_lightning.privacy.figures import images_figure
 from fl_lightning.privacy.inversion import Inversion, Reconstructed, invert
 from fl_lightning.privacy.judge import EPOCHS, Judge
 from fl_lightning.privacy.report import Report, Row
@@ -154,7 +154,7 @@ class ModelInversionCallback(AttackCallback):
         for view in dict.fromkeys(one.view for one in self.images):
             first = next(one for one in self.images if one.view == view)
             if first.means.dim() == 4:
-                show_figure(trainer, f"inversion/{view}", partial(_figure, first), rounds, self.folder)
+                self.picture(trainer, f"inversion/{view}", partial(_figure, first), rounds)
         folder = self.folder or trainer.log_dir
         if folder is not None and trainer.is_global_zero:
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from fl_lightning.callbacks.attacks import AttackCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.metrics import psnr
 from fl_lightning.privacy.data import attack_data
-from fl_lightning.privacy.figures import images_figure, show_figure
+from fl_lightning.privacy.figures import images_figure
 from fl_lightning.privacy.gradients import Matching
 from fl_lightning.privacy.leakage import EXACT, Leaked, leak
 from fl_lightning.privacy.report import Row
@@ -111,7 +111,7 @@ class GradientLeakageCallback(AttackCallback):
                     best[one.client] = one
             if best:
                 shown = [*best.values()]
-                show_figure(trainer, f"leakage/{view}", partial(_figure, shown), rounds, self.folder)
+                self.picture(trainer, f"leakage/{view}", partial(_figure, shown), rounds)
 
     def notes(self) -> dict[str, Any]:
         """Size of the batch and number of steps."""

@@ -16,7 +16,7 @@ from fl_lightning.callbacks.attacks import ALL_VIEWS, AttackCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.data import AttackData, attack_data, deal_shadows
-from fl_lightning.privacy.figures import roc_figure, show_figure
+from fl_lightning.privacy.figures import roc_figure
 from fl_lightning.privacy.membership import Scored, infer_membership
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.shadows import train_shadows
@@ -134,7 +134,7 @@ class MembershipInferenceCallback(AttackCallback):
                     scores.append(one.result.scores)
                     members.append(one.result.members)
             joined = {name: (torch.cat(scores), torch.cat(members)) for name, (scores, members) in curves.items()}
-            show_figure(trainer, f"membership/{view}", partial(roc_figure, joined), rounds, self.folder)
+            self.picture(trainer, f"membership/{view}", partial(roc_figure, joined), rounds)
         folder = self.folder or trainer.log_dir
         if folder is not None and trainer.is_global_zero:
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,10 @@ class AttackCLI(FederatedCLI):
         parser.add_argument("--weights_only", type=bool | None, help="how it is read, as in the configuration of a fit")
         parser.add_argument("--attack", type=Literal[tuple(ATTACKS)], default=next(iter(ATTACKS)), help="which attack")
         parser.add_argument(
-            "--view", type=str, nargs="+", help=f"the adversaries, of {', '.join(VIEWS)}; all unless given"
+            "--view",
+            type=str,
+            nargs="+",
+            help=f"the adversaries, of {', '.join(VIEWS)}; the usual ones of the attack unless given",
         )
         parser.add_argument("--options", type=dict[str, Any], default={}, help="settings of the attack's callback")
         parser.add_argument("--out", type=str, default="runs/attack", help="folder for the report")

@@ -82,6 +82,7 @@ def test_online_attacks_and_raw_scores(tmp_path: Path) -> None:
     (kept,) = (one for one in raw if one["variant"] == "loss" and one["client"] == raw[0]["client"])
     assert float(membership_summary(kept["scores"], kept["members"])["auroc"]) == pytest.approx(row["auroc"])
     assert (tmp_path / "membership_outsider.png").exists()
+    assert "![membership/outsider](membership_outsider.png)" in (tmp_path / "attack_membership.md").read_text()
 
 
 @pytest.mark.slow
