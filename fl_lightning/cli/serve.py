@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning import signals
 from fl_lightning.cli.lightning import check_named
 from fl_lightning.cli.resume import newest
 from fl_lightning.cli.sides import PORT, SideCLI, folder, talk
@@ -97,7 +98,7 @@ def superlink(config: Any) -> Iterator[Any]:
     path = socket_path(home, "server")
     if config["attach"]:
         print(f"""waiting for: flwr run {APP} --run-config 'socket="{path}"'""")
-        transport = GridTransport(path, lambda: None)
+        transport = GridTransport(path, lambda: None, check=signals.check)
         try:
             yield transport
         finally:
@@ -108,7 +109,7 @@ def superlink(config: Any) -> Iterator[Any]:
     link.start()
     stop, looking = threading.Event(), None
     try:
-        transport = GridTransport(path, lambda: link.submit(path))
+        transport = GridTransport(path, lambda: link.submit(path), check=signals.check)
         try:
             if keys is not None:
                 known = folder(str(home / "sites"))

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that present() waits for Flower, and after which the app is submitted again.
 PATIENCE, AGAIN = 120.0, 60.0
+#: Seconds between two looks whether a wait is to end.
+LOOK = 1.0
 #: Seconds that Flower keeps a message longer than a reply is awaited, so that a late one can be named.
 LATE = 600.0
 
@@ -28,10 +30,17 @@ class GridTransport:
         socket: Where this process listens for the ServerApp.
         submit: Has Flower start the ServerApp; called again whenever it has ended.
         patience: Seconds that ``present`` waits for Flower.
+        check: Called every second while something is awaited; it may raise, to end the wait.
     """
 
-    def __init__(self, socket: Path, submit: Callable[[], None], patience: float = PATIENCE) -> None:
-        self.patience = patience
+    def __init__(
+        self,
+        socket: Path,
+        submit: Callable[[], None],
+        patience: float = PATIENCE,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.patience, self._check = patience, check
         self._submit = submit
         self._door = Door(socket)
         self._changed = threading.Condition()
@@ -51,7 +60,7 @@ class GridTransport:
     def present(self) -> list[str]:
         """Names of the nodes that are online now; none if Flower does not answer in time."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ready or self._closed.is_set(), self.patience):
+            if not self._await(lambda: self._ready or self._closed.is_set(), self.patience):
                 log.warning("Flower has not answered for %.0f s.", self.patience)
             return sorted(self._names.values())
 
@@ -73,7 +82,7 @@ class GridTransport:
         try:
             while numbers:
                 with self._changed:
-                    self._changed.wait_for(lambda: any(n in self._arrived for n in numbers), until - time.monotonic())
+                    self._await(lambda: any(n in self._arrived for n in numbers), until - time.monotonic())
                     came = {number: self._arrived.pop(number) for number in [*self._arrived] if number in numbers}
                 for number, reply in came.items():
                     yield numbers.pop(number), reply
@@ -96,6 +105,15 @@ class GridTransport:
             self._changed.notify_all()
         self._threads[0].join()
         self._door.close()
+
+    def _await(self, true: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something is true, at most so long; the lock is held by the caller."""
+        until = time.monotonic() + seconds
+        while not self._changed.wait_for(true, min(max(until - time.monotonic(), 0.0), LOOK)):
+            if time.monotonic() >= until:
+                return False
+            self._check()
+        return True
 
     def _send(self, name: str, payload: bytes, seconds: float) -> tuple[int, str]:
         """Send one request: its number, or a sentence that says why it could not be sent."""

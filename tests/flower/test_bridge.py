@@ -199,3 +199,14 @@ def test_nobody_at_a_socket_is_said(tmp_path):
     with pytest.raises(ConnectionError, match="Nobody listens"):
         connect(tmp_path / "s", 0.2)
     assert time.monotonic() - began >= 0.2
+
+
+def test_a_wait_for_replies_ends_when_it_is_told_to(played):
+    played.transport.present()
+
+    def check():
+        raise KeyboardInterrupt("enough")
+
+    played.transport._check = check
+    with pytest.raises(KeyboardInterrupt, match="enough"):
+        list(played.transport.post({"clinic": b"one"}, 60))
