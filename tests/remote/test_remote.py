@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
+from fl_lightning import methods
 from fl_lightning.callbacks import (
+    AgentWeightsCallback,
+    ClustersCallback,
+    Dashboard,
     DifferentialPrivacyCallback,
+    FairnessCallback,
+    FederatedCheckpoint,
     LedgerCallback,
     MembershipInferenceCallback,
     PrivateSGDCallback,
+    RunRecord,
 )
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer
 from fl_lightning.module import FederatedModule
 from fl_lightning.remote import PrivateStore, RemoteClients, Site
 from fl_lightning.remote.envelope import seal, unseal
+from fl_lightning.robust import Median
 from fl_lightning.snapshots import ClientSnapshot
 from tests.remote.sites import InProcess, network, serve
 from tests.support import blobs, fit, mlp
@@ -413,6 +423,41 @@ def test_private_sgd_works_at_the_sites(tmp_path: Path) -> None:
     fit(expected, blobs(**DATA), 2, callbacks=[PrivateSGDCallback(clip=0.1, noise_multiplier=0.0)])
     assert same(server, expected)
     assert not same(server, simulated(rounds=2))
+
+
+SERVER_SIDE = {
+    "fairness": ("FedAvg", {}, [FairnessCallback()]),
+    "dashboard": ("FedPer", {}, [Dashboard()]),
+    "record": ("FedAvg", {}, [RunRecord()]),
+    "central privacy": ("FedAvg", {}, [DifferentialPrivacyCallback(clip=1.0, noise_multiplier=0.5)]),
+    "robust rule": ("FedAvg", {"aggregation": Median()}, []),
+    "clusters": ("IFCA", {"clusters": 2}, [ClustersCallback()]),
+    "agents": ("WAFFLEAvg", {"agent_of_interest": "all"}, [AgentWeightsCallback()]),
+    "checkpoint": ("FedAvg", {}, [FederatedCheckpoint()]),
+}
+
+
+@pytest.mark.parametrize("name", SERVER_SIDE)
+def test_callbacks_of_the_server_work_as_in_simulation(name: str, tmp_path: Path) -> None:
+    kind, options, callbacks = SERVER_SIDE[name]
+    method, found = getattr(methods, kind), []
+    for place, run in enumerate(("simulated", "real")):
+        logger, own = CSVLogger(tmp_path, run), copy.deepcopy(callbacks)
+        more = {"logger": logger, "enable_checkpointing": name == "checkpoint"}
+        server = made(method, **copy.deepcopy(options))
+        torch.manual_seed(0)
+        if place:
+            sites = transport(tmp_path / "sites", method, **options)
+            trainer = serve(server, sites, CLIENTS, 2, callbacks=own, **more)
+        else:
+            trainer = fit(server, blobs(**DATA), 2, callbacks=own, **more)
+        metrics = {n: float(v) for n, v in trainer.callback_metrics.items() if not n.startswith("time/")}
+        files = sorted(path.name for path in Path(logger.log_dir).rglob("*") if path.suffix in (".csv", ".json", ".md"))
+        found.append((metrics, files))
+    assert found[0][0].keys() == found[1][0].keys()
+    assert found[0][1] == found[1][1]
+    if name != "central privacy":  # whose noise nobody can repeat
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-12, nan_ok=True)
 
 
 def test_callbacks_that_look_at_clients_are_refused(tmp_path: Path) -> None:
