@@ -2,6 +2,8 @@
 
 python benchmarks/deployed.py [--only FedAvg SCAFFOLD] [--all]     the matrix: one net of each variant, or all of them
 python benchmarks/deployed.py --kills 20                           kill -9 of processes picked at random, of one run
+python benchmarks/deployed.py --cost 6                             seconds and CPU of messages that nothing is done for
+python benchmarks/deployed.py --sites 20                           two rounds with so many sites
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.cli import federation
 from fl_lightning.papers.environment import environment
-from tests.flower.federations import descendants
+from tests.flower.federations import Federation, descendants
 from tests.golden import cases
 from tests.remote.deployed import Deployed
 
@@ -81,6 +84,57 @@ def chaos(kills: int, seed: int, clients: int = 3) -> dict[str, object]:
     return {"killed": dict(said), "seconds_to_next_round": recovered, "seconds": seconds, "result": str(shown.title)}
 
 
+def cost(messages: int) -> dict[str, object]:
+    """Seconds and CPU-seconds of echoed messages through superlink, supernode and ClientApp, idle time taken off."""
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder:
+        echo = Federation(Path(folder), lambda request: request)
+        try:
+            echo.ask()
+            rest = spent(lambda: time.sleep(10))
+            found: dict[str, object] = {}
+            for size, number in ((3, messages), (10**7, 2), (10**8, 1)):
+                payload = os.urandom(size)
+                wall, cpu = spent(lambda: [echo.ask(payload, 300.0) for _ in range(number)])  # noqa: B023
+                idle = rest[1] / rest[0] * wall
+                found[f"{size} bytes"] = {"wall": round(wall / number, 2), "cpu": round((cpu - idle) / number, 2)}
+        finally:
+            echo.stop()
+    return found
+
+
+def spent(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that something took, and CPU-seconds of this process and of all that it started."""
+    before, began = used(), time.perf_counter()
+    work()
+    wall = time.perf_counter() - began
+    return wall, sum(value - before.get(pid, 0.0) for pid, value in used().items())
+
+
+def used() -> dict[int, float]:
+    """CPU-seconds of this process, its descendants, and those of theirs that have ended."""
+    found = {}
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            found[pid] = sum(map(int, fields[11:15] if pid != os.getpid() else fields[11:13])) / os.sysconf(
+                "SC_CLK_TCK"
+            )
+    return found
+
+
+def many(sites: int) -> dict[str, object]:
+    """Two rounds of FedAvg with many sites on this machine, whose workers are threads of this process."""
+    case = next(case for case in cases.CASES if case.name == "FedAvg")
+    sizes, cases.SIZES = cases.SIZES, tuple(10 + place for place in range(sites))  # type: ignore[misc]
+    try:
+        with tempfile.TemporaryDirectory(prefix="fl-") as folder, Deployed(Path(folder)) as deployed:
+            began = time.perf_counter()
+            server = deployed.run(case, "mlp", "average")
+            return {"seconds": time.perf_counter() - began, **deployed.same(server, case, "mlp", "average")}
+    finally:
+        cases.SIZES = sizes  # type: ignore[misc]
+
+
 def processes(running: list[Any]) -> list[tuple[int, str]]:
     """Number and kind of every process of the federation."""
     kinds = {one.pid: "server" if place == 0 else "site" for place, one in enumerate(running)}
@@ -113,15 +167,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of golden cases")
     parser.add_argument("--all", action="store_true", help="all nets and buffer policies")
     parser.add_argument("--kills", type=int, default=0, help="processes that are killed")
+    parser.add_argument("--cost", type=int, default=0, help="small messages to measure")
+    parser.add_argument("--sites", type=int, default=0, help="sites of one federation")
     parser.add_argument("--seed", type=int, default=0, help="decides which and when")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    if given.kills:
-        found = {"environment": environment(), **chaos(given.kills, given.seed)}
-        print(json.dumps(found, indent=1))
-        OUT.with_name("deployed_kills.json").write_text(json.dumps(found, indent=1) + "\n")
-        return
+    for name, work in (
+        ("kills", lambda: chaos(given.kills, given.seed)),
+        ("cost", lambda: cost(given.cost)),
+        ("sites", lambda: many(given.sites)),
+    ):
+        if getattr(given, name):
+            found = {"environment": environment(), **work()}
+            print(json.dumps(found, indent=1))
+            OUT.with_name(f"deployed_{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+            return
     rows = matrix(given.only, given.all)
     equal = sum(all(row[part] for part in ("weights", "private", "scores")) for row in rows)
     print(f"{equal} of {len(rows)} equal bit for bit")

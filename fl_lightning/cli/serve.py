@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.flower.needed import needed
 from fl_lightning.remote import RemoteClients, SiteData
 
+log = logging.getLogger(__name__)
 #: Seconds between two looks for keys of new sites.
 LOOK = 2.0
 
@@ -129,13 +131,11 @@ def _register(link: Any, sites: Path, stop: threading.Event) -> None:
     """Let sites in whose public keys lie in a folder, also those that come later."""
     known: set[Path] = set()
     while not stop.is_set():
-        for key in sorted(set(sites.glob("*.pub")) - known):
-            try:
-                link.register(key, key.stem)
-                known.add(key)
-            except FederationError as error:
-                if not stop.is_set():
-                    print(f"fl-lightning: {error}")
+        new = {key.stem: key for key in sorted(sites.glob("*.pub")) if key not in known}
+        if new:
+            known |= set(new.values())
+            for sentence in link.register_all(new).values():
+                log.warning("%s", sentence)
         stop.wait(LOOK)
 
 

@@ -33,11 +33,14 @@ class Deployed:
         keys = server_keys(self.folder / "server" / "keys")
         self.link = Superlink(self.folder / "server", port=federations.free_port(), keys=keys)
         self.link.start()
-        self.nodes = []
+        self.nodes, named = (
+            [],
+            {f"node-{k}": node_keys(self.folder / f"site-{k}").public for k in range(len(cases.SIZES))},
+        )
+        assert not self.link.register_all(named)
         for client in range(len(cases.SIZES)):
             home = self.folder / f"site-{client}"
             key = node_keys(home)
-            self.link.register(key.public, f"node-{client}")
 
             def answer(request: bytes, name: str = f"node-{client}") -> bytes:
                 return self.sites[name].answer(request)
