@@ -33,7 +33,7 @@ SCORES = ("psnr", "ssim", "attack_acc")
 
 def attacked(name: str, seed: int, arguments: argparse.Namespace, folder: str) -> dict[str, dict[str, float]]:
     seed_everything(seed, verbose=False)
-    common = {"steps": arguments.steps, "starts": 2, "clients": 2, "judge": f"{folder}/judge.pt"}
+    common = {"steps": arguments.steps, "starts": 2, "clients": 2, "judge": f"{folder}/judge.pt", "judge_epochs": 2}
     tuned = ModelInversionCallback(["outsider"], variation=None, folder=f"{folder}/tuned", **common)
     weak = ModelInversionCallback(["outsider"], variation=1e-3, folder=f"{folder}/weak", **common)
     method = METHODS[name]()
@@ -48,7 +48,7 @@ def attacked(name: str, seed: int, arguments: argparse.Namespace, folder: str) -
         num_sanity_val_steps=0,
         limit_val_batches=0,
         callbacks=[tuned, weak],
-    ).fit(method, FashionMNIST(partition=IID(10, train_samples=arguments.samples)))
+    ).fit(method, FashionMNIST(partition=IID(10, train_samples=arguments.samples), limit=arguments.limit))
     found: dict[str, dict[str, float]] = {}
     for label, callback in (("tuned", tuned), ("weak", weak)):
         best = callback.report.strongest(view="outsider")
@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--samples", type=int, default=300)
+    parser.add_argument("--limit", type=int, default=12000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", default=None)

@@ -29,6 +29,7 @@ def main(rounds: int = 20) -> dict[str, torch.Tensor]:
     scores = {}
     for kind in (Local, FedAvg):
         patients = FromFrame(table, client="clinic", target="kind", features=SEEN, test_fraction=0.4, seed=0)
+        torch.manual_seed(0)
         net = MLP(in_features=len(SEEN), hidden=(16,), num_classes=2, bias=True)
         method = kind(net, task=Classification("auroc"), optimizer="Adam", lr=0.005, engine="stacked", seed=0)
         trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False,

@@ -4,6 +4,7 @@ python examples/hospitals.py
 """
 
 import numpy as np
+import torch
 from lightning.pytorch import Trainer
 from sklearn.datasets import load_diabetes
 
@@ -22,6 +23,7 @@ def main(rounds: int = 20) -> dict[str, float]:
     print("method    mean error  worst site     R2")
     for kind in (Local, FedAvg, FedPer):
         patients = FromFrame(table, client="hospital", target="progression", seed=0)
+        torch.manual_seed(0)
         net = MLP(in_features=10, hidden=(16,), num_classes=1, bias=True)
         options = {"task": "Regression", "optimizer": "AdamW", "lr": 0.01, "epochs": 2, "engine": "stacked", "seed": 0}
         trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False,

@@ -46,6 +46,7 @@ def main(rounds: int = 12) -> dict[str, dict[str, float]]:
     from fl_lightning.methods import FedAvg, FedPer
 
     def fitted(kind: Any) -> Trainer:
+        torch.manual_seed(0)
         data = Digits(partition=Unimodal(clients=20, classes_per_client=2), fraction=0.5, seed=0)
         method = federate(Classifier(), kind, epochs=2, batch_size=10, engine="stacked", seed=0)
         trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False,

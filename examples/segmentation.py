@@ -12,8 +12,8 @@ from fl_lightning.methods import FedAvg, FedPer, Local
 from fl_lightning.nets import UNet
 
 
-def images(sites: int = 6, each: int = 20, size: int = 16) -> tuple[Tensor, Tensor, list[int]]:
-    """Images with a disc each, their masks, and the sites: bright on dark or dark on bright, of different contrast."""
+def images(sites: int = 6, each: int = 6, size: int = 16) -> tuple[Tensor, Tensor, list[int]]:
+    """Images with a disc each, their masks, and the sites: of a brightness and a contrast of their own."""
     generator = torch.Generator().manual_seed(0)
     number = sites * each
     centre = 4 + (size - 8) * torch.rand(number, 2, 1, 1, generator=generator)
@@ -21,12 +21,12 @@ def images(sites: int = 6, each: int = 20, size: int = 16) -> tuple[Tensor, Tens
     rows, columns = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
     masks = ((rows - centre[:, 0]) ** 2 + (columns - centre[:, 1]) ** 2 < radius**2).long()
     site = torch.arange(number) % sites
-    contrast = torch.linspace(0.7, 1.5, sites)[site] * torch.where(site % 2 == 0, 1.0, -1.0)
-    noise = 0.3 * torch.randn(number, size, size, generator=generator)
-    return (contrast[:, None, None] * masks + noise)[:, None], masks, site.tolist()
+    brightness, contrast = torch.linspace(-1, 1, sites)[site], torch.linspace(0.7, 1.5, sites)[site]
+    noise = 0.5 * torch.randn(number, size, size, generator=generator)
+    return (brightness[:, None, None] + contrast[:, None, None] * masks + noise)[:, None], masks, site.tolist()
 
 
-def main(rounds: int = 15) -> dict[str, float]:
+def main(rounds: int = 20) -> dict[str, float]:
     """Train three methods; return the mean intersection over union."""
     inputs, masks, sites = images()
     found = {}
@@ -34,7 +34,7 @@ def main(rounds: int = 15) -> dict[str, float]:
     for kind, options in ((Local, {}), (FedAvg, {}), (FedPer, {"personal": ["down.0"]})):
         data = FromArrays(inputs, masks, clients=sites, seed=0)
         torch.manual_seed(0)
-        method = kind(UNet(1, 2, (8, 16)), task="Segmentation", optimizer="Adam", lr=0.01, batch_size=4,
+        method = kind(UNet(1, 2, (8, 16)), task="Segmentation", optimizer="Adam", lr=0.01, batch_size=4, epochs=3,
                       engine="sequential", seed=0, **options)  # fmt: skip
         trainer = Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False,
                           enable_progress_bar=False, enable_model_summary=False)  # fmt: skip

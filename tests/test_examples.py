@@ -142,7 +142,7 @@ def test_breast_cancer() -> None:
 
 
 def test_segmentation() -> None:
-    found = load("segmentation").main(rounds=6)
+    found = load("segmentation").main(rounds=12)
     assert max(found.values()) > 0.6  # all background has less than a half
 
 
