@@ -1,4 +1,4 @@
-"""What a second core of this machine is worth: two plain loops side by side against one alone.
+"""Worth of a second core of this machine: two plain loops side by side against one alone.
 
     python benchmarks/ceiling.py [--only mnist-mlp ...] [--repeats 5] [--output benchmarks/ceiling.json]
 

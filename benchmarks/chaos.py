@@ -148,7 +148,7 @@ class Chaos:
         self.waits: list[float] = []
 
     def left_alone(self, number: int) -> Any:
-        """What a run comes to that nobody strikes."""
+        """Result of a run that nobody strikes."""
         number %= len(METHODS)
         if number not in self.references:
             folder = self.fresh(f"alone{number}")

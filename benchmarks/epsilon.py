@@ -17,7 +17,7 @@ SETTINGS = [
 
 
 def outside(noise: float, rate: float, number: int, delta: float) -> str:
-    """What dp-accounting says of Poisson sampling."""
+    """Epsilon of Poisson sampling by dp-accounting."""
     try:
         import dp_accounting
         from dp_accounting import pld

@@ -39,7 +39,7 @@ def fitted(x: Tensor, y: Tensor, seed: int) -> nn.Module:
 
 
 def asked(model: nn.Module, x: Tensor, y: Tensor) -> Answers:
-    """What a model answers."""
+    """Answers of a model."""
     return answers_of(model(x).double(), y)
 
 

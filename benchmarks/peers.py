@@ -82,7 +82,7 @@ def interpreter(row: Row, folder: pathlib.Path) -> pathlib.Path:
 
 
 def turn(row: Row, python: pathlib.Path, rounds: int) -> dict[str, Any]:
-    """What one process measures."""
+    """Measure in one process."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "result.json")
         memory = ["--memory"] if row.memory else []

@@ -38,7 +38,7 @@ class Central(LightningModule):
         return nn.functional.cross_entropy(self.net(x), y)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """What the callback needs: predictions, labels, groups."""
+        """Inputs of the callback: predictions, labels, groups."""
         x, y, group = batch
         return {"preds": self.net(x), "target": y, "group": group}
 

@@ -56,7 +56,7 @@ class ClientSide(NamedModel):
     # ---- joining ----------------------------------------------------------------------------------------------
 
     def introduce(self, me: Me) -> State:
-        """What a client tells the server when it joins, besides its number of samples. Default: nothing."""
+        """Entries that a client sends when it joins, besides its number of samples. Default: none."""
         return {}
 
     # ---- a round ----------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class ClientSide(NamedModel):
         return {name: value.to(now[name]) for name, value in self.initial_buffers.items()}
 
     def plan(self, me: Me) -> LocalMethod:
-        """What an engine trains the client by in this round and stage. Default: the method itself."""
+        """The local method that an engine trains the client by in this round and stage. Default: the method itself."""
         return self
 
     def phases(self) -> Sequence[Phase]:
@@ -119,7 +119,7 @@ class ClientSide(NamedModel):
         """Add entries for ``leave`` to the trained states of a stack of clients. Default: adds none."""
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """What a trained client sends up, and the private entries that it keeps."""
+        """Make a trained client's message, and the private entries that it keeps."""
         up = {name: state[name] for name in self.shared_names}
         return Reply(up, {name: state[name] for name in self.private_names})
 
@@ -138,7 +138,7 @@ class ClientSide(NamedModel):
         return {name: whole[name] for name in self.entry_names}
 
     def tell(self, received: State, me: Me) -> State:
-        """What a client tells the server when it is evaluated, besides its scores. Default: nothing."""
+        """Entries that a client sends when it is evaluated, besides its scores. Default: none."""
         return {}
 
 
@@ -193,11 +193,11 @@ class ServerSide(NamedModel):
         return client
 
     def message_down(self, client: int) -> State:
-        """What a client is sent to train from. Default: what it is evaluated with, less buffers that begin anew."""
+        """The message that a client trains from. Default: what it is evaluated with, less buffers that begin anew."""
         return {name: value for name, value in self.evaluation_down(client).items() if not self.resets(name)}
 
     def evaluation_down(self, client: int) -> State:
-        """What a client is sent to be evaluated with. Default: the shared entries."""
+        """The message that a client is evaluated with. Default: the shared entries."""
         state = self.server_state()
         return {name: state[name] for name in self.shared_names}
 
@@ -232,7 +232,7 @@ class ServerSide(NamedModel):
 
     @property
     def server(self) -> nn.Module:
-        """What the server's optimizer steps: the net, or several nets for a method that has several models."""
+        """The module that the server's optimizer steps: the net, or the nets of a method that has several."""
         return self.net
 
     def server_state(self) -> State:
@@ -247,7 +247,7 @@ class ServerSide(NamedModel):
         return seeding.normal(seeding.stream(0, "example"), (2, *shape), self.compute_dtype).to(self.device)
 
     def server_extras(self) -> dict[str, Any]:
-        """What the server keeps besides its models, for a checkpoint: plain dicts of tensors and numbers."""
+        """The server's state besides its models, for a checkpoint: plain dicts of tensors and numbers."""
         return {}
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ class ServerSide(NamedModel):
 
 
 class AdversarySide(ServerSide):
-    """What an adversary makes of a method's messages; see :mod:`fl_lightning.privacy`."""
+    """Conclusions of an adversary from a method's messages; see :mod:`fl_lightning.privacy`."""
 
     def revealed(self, message: State) -> State:
         """The entries of the net that a message, up or down, gives away to a reader."""

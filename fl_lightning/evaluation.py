@@ -45,7 +45,7 @@ class Samples(NamedTuple):
 
     @classmethod
     def of(cls, federation: Federation, clients: Sequence[int], split: Split) -> Samples:
-        """Those of a split."""
+        """Return the samples of a split."""
         parts = [federation.index(split)[client] for client in clients]
         targets = [federation.labels([client], part[None])[0] for client, part in zip(clients, parts, strict=True)]
         return cls(torch.cat(parts), list(map(len, parts)), targets)
@@ -223,7 +223,7 @@ class Evaluator:
         return self.known(task.headline).clone()
 
     def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
-        """What to log: mean, spread and worst tenth over clients; the server's models on the global test set."""
+        """Metrics to log: mean, spread and worst tenth over clients; the server's models on the global test set."""
         task, logs = module.task, dict[str, Tensor]()
         self.scores[split] = self.known(task.headline).clone()
         metrics = task.metrics(2)
@@ -271,7 +271,7 @@ def _rises(metric: Metric | None) -> bool:
 
 
 def evaluation_setting(module: FederatedModule) -> Setting:
-    """What clients are told in an evaluation."""
+    """Messages to clients in an evaluation."""
     checking = module._trainer is not None and module._trainer.sanity_checking
     return module.setting(SANITY_CHECK if checking else EVALUATION)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """What clients scored, one number for each: summed losses, samples, metrics; samples never leave them."""
+    """Scores of clients, one number for each: summed losses, samples, metrics; samples never leave them."""
 
     clients: Tensor
     loss: Tensor
@@ -57,7 +57,7 @@ class Clients(Protocol):
         ...
 
     def gather(self, returned: list[Returned]) -> list[Returned]:
-        """What the clients of all processes returned, in the order of their numbers."""
+        """Gather the replies of all processes' clients, in the order of their numbers."""
         ...
 
     def commit(self, numbers: Iterable[int], round: int) -> None:
@@ -73,11 +73,11 @@ class Clients(Protocol):
         ...
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
-        """What clients tell when they are evaluated with these messages."""
+        """Evaluate clients with these messages, and return their reports."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the clients: plain dicts of tensors, numbers and strings."""
+        """The clients' state for a checkpoint: plain dicts of tensors, numbers and strings."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

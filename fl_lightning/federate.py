@@ -150,7 +150,7 @@ class LightningNet(LossNet):
         return function(batch, 0) if len(inspect.signature(function).parameters) > 1 else function(batch)
 
     def _logged(self, asked: Asked) -> dict[str, Tensor]:
-        """What the module logs of samples in one batch, by name; its metrics begin anew."""
+        """Metrics that the module logs of samples in one batch, by name; its metric objects begin anew."""
         found: dict[str, Any] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -226,7 +226,7 @@ def _rule(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> LocalOpt
 
 
 def _schedule(scheduler: Any, optimizer: Optimizer, every: int, name: str) -> Table:
-    """What a scheduler multiplies learning rates by, epoch by epoch."""
+    """Factors of a scheduler, epoch by epoch."""
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise FederationError(
             f"{name} returns {type(scheduler).__name__}, which follows what a Trainer measures: return a scheduler "
@@ -304,4 +304,4 @@ def _lightnings(hook: str) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a client logs in a step goes nowhere."""
+    """Ignore metrics that a client logs in a step."""

@@ -1,4 +1,4 @@
-"""What a federated run asks of the Trainer, the data and the net: checked at the boundary, refused in a sentence."""
+"""Checks of Trainer, data and net at the start of a federated run; each refuses in a sentence."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class LocalOptimizer(NamedArguments, ABC):
 
     @abstractmethod
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
-        """What is remembered of an entry that never took a step.
+        """Memory of an entry that never took a step.
 
         Args:
             name: its name.
@@ -319,7 +319,7 @@ class Groups(LocalOptimizer):
         return self._found[name]
 
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
-        """What the entry's group remembers of it."""
+        """Memory of an entry, by its group."""
         return self.group(name).optimizer.fresh(name, entry, clients)
 
     def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:

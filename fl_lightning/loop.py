@@ -35,7 +35,7 @@ LOST = 1000.0
 
 @dataclass(frozen=True)
 class Tally:
-    """What the stages of a round add up to.
+    """Running totals over the stages of a round.
 
     Args:
         up: bytes that clients sent.
@@ -68,7 +68,7 @@ class Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def summary(self) -> dict[str, float]:
-        """What is logged of the round; the loss is the mean over samples."""
+        """Metrics of the round; the loss is the mean over samples."""
         return {
             "train/loss": self.loss / self.samples if self.samples else math.nan,
             "comm/up_bytes": float(self.up),

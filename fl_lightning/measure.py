@@ -30,7 +30,7 @@ class Measure:
 
     @property
     def scale(self) -> float:
-        """What it is multiplied by where it is printed."""
+        """Factor by which it is printed."""
         return 100.0 if self.share else 1.0
 
     @property

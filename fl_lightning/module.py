@@ -147,7 +147,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         return self._trainer is not None and self._trainer.training
 
     def setting(self, stage: str = "train") -> Setting:
-        """What the server tells every client of a stage."""
+        """Message of the server to every client of a stage."""
         rounds = -1 if self._trainer is None else int(self._trainer.max_epochs or -1)
         return Setting(self.completed_rounds, rounds, stage, len(self.roster))
 
@@ -257,7 +257,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.evaluator.update(self, batch, "test")
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> dict[int, Tensor]:
-        """What is predicted for each client's test samples, such as their classes."""
+        """Predictions for each client's test samples, such as their classes."""
         return {client: self.task.predict(output) for client, output, _ in self.outputs(batch.tolist(), "test")}
 
     def outputs(self, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:

@@ -22,7 +22,7 @@ from fl_lightning.errors import FederationError
 
 
 class _Adaptive(Optimizer):
-    """What the two share: ``m = b1 m + (1 - b1) g``, a second moment ``v``, ``w -= lr m / (sqrt(v) + tau)``."""
+    """Base of the two: ``m = b1 m + (1 - b1) g``, a second moment ``v``, ``w -= lr m / (sqrt(v) + tau)``."""
 
     def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float], tau: float) -> None:
         if lr < 0 or tau <= 0 or not all(0 <= beta < 1 for beta in betas):

@@ -151,7 +151,7 @@ class Me:
 
 
 class Reply(NamedTuple):
-    """What a client sends up, and what it keeps; None keeps what it had and does not count as a round of its own."""
+    """Message of a client, and the entries that it keeps; None keeps the old ones and is no round of its own."""
 
     up: State
     keep: State | None
@@ -174,7 +174,7 @@ class Returned(NamedTuple):
 
 @dataclass(frozen=True)
 class Introduction:
-    """What the server learns of a client that joins.
+    """Introduction of a client that joins.
 
     Args:
         samples: its number of training samples, which every message says again.
@@ -211,7 +211,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the server tells every client of a stage.
+    """Message of the server to every client of a stage.
 
     Args:
         round: the present round, from 0.

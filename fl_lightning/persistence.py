@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a federated run, and how one that does not fit is refused."""
+"""Checkpoints of a federated run, and the checks that refuse one that does not fit."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class RoundProgress(ProgressBar):
         self.quiet = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """What the module prints, above the view."""
+        """Print the module's text above the view."""
         if self._view is not None:
             self._view.print(" ".join(map(str, args)))
         else:

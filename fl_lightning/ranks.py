@@ -65,7 +65,7 @@ def _gloo() -> Any:
 
 
 def _sentence(said: str, limit: float) -> str:
-    """What is known of who did not come.
+    """Describe the ranks that did not come.
 
     Example:
         >>> _sentence("[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 500 ms", 0.5)[:64]

@@ -173,7 +173,7 @@ class Aggregation(NamedArguments, ABC):
 
     @abstractmethod
     def rule(self, values: Tensor, centre: Tensor, clients: Sequence[int]) -> Tensor:
-        """What the server makes of the rows.
+        """Combine the rows as the server does.
 
         Args:
             values: one row for each client, float64, shape (K, D).

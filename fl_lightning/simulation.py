@@ -135,7 +135,7 @@ class SimulatedClients:
             yield me, self.method.personal(received, me)
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
-        """What clients tell when they are evaluated with these messages."""
+        """Evaluate clients with these messages, and return their reports."""
         return {me.client: self.method.tell(received, me) for me, received in self._settled(setting, messages)}
 
     def evaluated(self, client: int) -> int:
@@ -186,7 +186,7 @@ class SimulatedClients:
             return me.data.row, self.method.functional(state, Asked(x, y, split), {}, training=False)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """What clients keep, for a checkpoint."""
+        """The clients' state, for a checkpoint."""
         return self.method.snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,7 +225,7 @@ class RankedClients(SimulatedClients):
         return [order[start : start + width] for start in range(0, len(order), width)]
 
     def gather(self, returned: list[Returned]) -> list[Returned]:
-        """What the clients of all ranks returned; every rank then does the same."""
+        """Gather the replies of all ranks' clients; every rank then does the same."""
         parts: list[Any] = [None] * self.method.trainer.world_size
         # Entries may be views of a stack of clients, which would be sent whole with each of them.
         own = [

@@ -1,4 +1,4 @@
-"""What is kept of a client between rounds, and the store that keeps it."""
+"""State of a client between rounds, and the store that keeps it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class DiskSnapshotStore(SnapshotStore):
         self._rows.pop(client, None)  # its row stays unused
 
     def state_dict(self) -> dict[str, Any]:
-        """As in memory; the tensors are views of the files, which are read when they are saved."""
+        """Read as from memory; the tensors are views of the files, which are read when they are saved."""
         private = {c: dict(self[c].private) for c in self._snapshots}
         return {**super().state_dict(), "private": private}
 

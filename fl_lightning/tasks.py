@@ -28,7 +28,7 @@ from fl_lightning.measure import Measure
 
 
 class Task(NamedArguments, ABC):
-    """What a net is trained for, and how it is judged. A subclass keeps its constructor arguments under their names.
+    """Objective and metrics of a net. A subclass keeps its constructor arguments under their names.
 
     Everything is a pure function of tensors, so that clients can be stacked.
 
@@ -64,11 +64,11 @@ class Task(NamedArguments, ABC):
         """
 
     def scores(self, output: Tensor) -> Tensor:
-        """What metrics take of the net's output; the output itself."""
+        """The input of metrics, from the net's output. Default: the output itself."""
         return output
 
     def predict(self, output: Tensor) -> Tensor:
-        """What the net's output predicts; what metrics take."""
+        """Predictions from the net's output. Default: the input of metrics."""
         return self.scores(output)
 
     def probabilities(self, output: Tensor) -> Tensor | None:

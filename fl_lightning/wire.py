@@ -84,7 +84,7 @@ def fast_copy(state: State) -> State:
 
 @dataclass
 class Message:
-    """What one client sent up in a round.
+    """Message of one client in a round.
 
     Args:
         client: who sent it.

@@ -26,14 +26,14 @@ class Board:
         self.url = board.launch()
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What a route answers."""
+        """Return the answer of a route."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
     def wait(self, path: str, runs: int = 1) -> Any:
-        """As ``get``, as soon as so many runs have been read."""
+        """Call ``get`` until so many runs have been read."""
         for _ in range(300):
             found = self.get(path)
             if len([value for value in found.values() if value]) >= runs:

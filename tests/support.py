@@ -124,5 +124,5 @@ def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> T
 
 
 def untimed(summary: Mapping[str, float]) -> dict[str, float]:
-    """What is logged of a round, without how long it took."""
+    """Metrics of a round, without times."""
     return {name: value for name, value in summary.items() if not name.startswith("time/")}

@@ -255,7 +255,7 @@ CLASSES = sorted(
 
 
 def sentence(call: Callable[[], Any]) -> str:
-    """What a call is refused with, nothing if it is not."""
+    """The sentence that a call is refused with, empty if it is not."""
     try:
         call()
     except FederationError as error:
@@ -356,7 +356,7 @@ def test_mistakes_on_the_command_line(
 
 
 def test_arrays_are_taken_wherever_tensors_are() -> None:
-    """As they come: from files that are mapped, reversed, in double precision, with labels of any type."""
+    """Arrays as they come: from files that are mapped, reversed, in double precision, with labels of any type."""
     x = np.arange(24.0).reshape(8, 3)
     x.flags.writeable = False
     y = np.array([0, 1] * 4, dtype=np.uint8)[::-1]

@@ -128,7 +128,7 @@ def test_nothing_good_to_fall_back_to(folder: Path) -> None:
 
 
 def forked(act: Callable[[], Any]) -> str:
-    """What a child says of its FederationError, or what else it came to."""
+    """The child's FederationError, or its other outcome."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         said = "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import shutil
@@ -58,7 +59,7 @@ def test_links_are_found(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """What a page of the site links to, loads, and can be linked to."""
+    """Links, loads and anchors of a page of the site."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -225,3 +226,13 @@ def test_adding_a_method_is_shown_from_scratch() -> None:
     page = (ROOT / "docs" / "add-a-method.md").read_text()
     assert '--8<-- "examples/own_method.py"' in page
     assert '--8<-- "examples/ditto.py"' in page
+
+
+@pytest.mark.parametrize("folder", ["fl_lightning", "tests", "benchmarks", "docs", "examples"])
+def test_docstrings_open_with_a_verb_or_a_noun(folder: str) -> None:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        found = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+        texts = [text for node in found if (text := ast.get_docstring(node))]
+        wrong = [text.partition("\n")[0] for text in texts if re.match(r"(What|Whoever|Those|As)\b", text)]
+        assert wrong == [], path

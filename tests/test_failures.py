@@ -1,4 +1,4 @@
-"""What goes wrong is said in a sentence, and loses nothing that was there."""
+"""Failures are said in a sentence, and lose nothing that was there."""
 
 from __future__ import annotations
 

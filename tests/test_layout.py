@@ -143,7 +143,7 @@ def test_what_a_capture_is_told_of_convolutions_is_true(
 
 @pytest.mark.parametrize(("channels", "order"), [(2, "batch"), (8, "channels")])
 def test_images_lie_as_convolutions_leave_them(channels: int, order: str) -> None:
-    """What convolutions return is what pooling and normalisation take and return, with nothing copied in between."""
+    """Convolutions return the memory order that pooling and normalisation take and return, without a copy."""
     x = {"batch": batch_last, "channels": channels_last}[order](rand(4, channels, 8, 8), 0, CLIENTS)
     weight, scale = rand(8, channels, 3, 3).flatten(0, 1), rand(8).flatten()
     convolved = Convolution.apply(x, weight, scale, ([1, 1], [1, 1], [1, 1], CLIENTS))
@@ -263,7 +263,7 @@ def test_batch_norm_and_its_running_statistics(order: str) -> None:
 @both_orders
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norm_by_given_statistics(affine: bool, order: str) -> None:
-    """As in an evaluation; images stay as they lie."""
+    """Return an evaluation's inputs; images keep their memory order."""
 
     def normal(x: Tensor, mean: Tensor, deviation: Tensor, *affine: Tensor) -> Tensor:
         return F.batch_norm(x, mean.detach(), deviation.detach().square(), *affine, training=False, eps=1e-3)

@@ -190,7 +190,7 @@ def test_they_are_made_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.usefixtures("anew")
 def test_a_damaged_library_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As a full disk leaves it."""
+    """Leave the file as a full disk does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "FLAGS", ((),))
     assert native.library() is not None

@@ -179,7 +179,7 @@ def test_server_optimizer_state_is_resumed(tmp_path: Path) -> None:
 
 
 def test_captured_runs_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is traced depends on the round and its clients, so a resumed run traces what the whole one did."""
+    """Traces depend on the round and its clients, so a resumed run traces what the whole one did."""
     monkeypatch.setattr(CapturedEngine, "seldom", 3)
     monkeypatch.setattr(CapturedEngine, "convolved", 1)
     whole = make(Local, engine="captured")

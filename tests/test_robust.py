@@ -84,7 +84,7 @@ RULES: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
 
 @pytest.mark.parametrize(("name", "most", "rule"), RULES, ids=[name for name, _, _ in RULES])
 def test_up_to_the_breakdown_point_and_beyond(name: str, most: int, rule: Callable[[Tensor], Tensor]) -> None:
-    """As many hostile rows as the rule stands change little; half of all rows, or one more than it knows of, win."""
+    """So many hostile rows as the rule stands change little; half of all rows, or one more than it knows of, win."""
     assert float(rule(drawn(most)).norm()) < 2.5
     beyond = {"trimmed": 4, "krum": 6, "multi-krum": 4, "clipping": 6}.get(name, 6)
     assert float(rule(drawn(beyond)).norm()) > 10

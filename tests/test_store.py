@@ -71,7 +71,7 @@ def test_a_new_client_takes_nobodys_row(tmp_path: Path) -> None:
 
 
 def test_stores_in_one_folder_do_not_meet(tmp_path: Path) -> None:
-    """As those of several ranks, or of two runs: what is mapped is neither cut short nor written to."""
+    """Files of several ranks, or of two runs: a mapped one is neither cut short nor written to."""
     first, second = DiskSnapshotStore(tmp_path), DiskSnapshotStore(tmp_path)
     filled(first, range(100))
     filled(second, range(33), add=0.5)

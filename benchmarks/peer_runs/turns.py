@@ -1,4 +1,4 @@
-"""What every peer is given, and the clock: a peer's round and the bare loop take turns in one process."""
+"""Data and clock of every peer: a peer's round and the bare loop take turns in one process."""
 
 from __future__ import annotations
 

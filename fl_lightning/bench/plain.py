@@ -1,4 +1,4 @@
-"""What somebody would write by hand: one client after the other, autograd and ``torch.optim.SGD``."""
+"""Training as somebody would write it by hand: one client after the other, autograd and ``torch.optim.SGD``."""
 
 from __future__ import annotations
 

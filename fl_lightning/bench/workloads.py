@@ -22,7 +22,7 @@ Loop = Callable[[Any, Federation, Tensor, Sequence[int]], int]
 
 
 class Workload(NamedTuple):
-    """What is measured.
+    """A workload that is measured.
 
     Args:
         data: makes the federation.
@@ -80,7 +80,7 @@ def of_method(make: Callable[..., FederatedModule], shape: tuple[int, ...] = (1,
 
 
 def seeded(make: Callable[[], Any]) -> Any:
-    """What ``make`` makes, with the same weights every time."""
+    """Make a net by ``make``, with the same weights every time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make()

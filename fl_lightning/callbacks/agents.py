@@ -23,7 +23,7 @@ PANELS = 12
 
 @runtime_checkable
 class WeighsAgents(Protocol):
-    """What the callback asks of a method."""
+    """The parts of a method that the callback uses."""
 
     @property
     def agents(self) -> list[int]:

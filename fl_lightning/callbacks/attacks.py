@@ -1,4 +1,4 @@
-"""What the attack callbacks share: whom they listen to, when they strike, where they report."""
+"""Base of the attack callbacks: whom they listen to, when they strike, where they report."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class AttackCallback(Several, FederatedCallback):
         """Attack the clients of a run; returns the report's rows."""
 
     def notes(self) -> dict[str, Any]:
-        """What the report says beside its rows."""
+        """Notes of the report besides its rows."""
         return {}
 
     @property
@@ -179,7 +179,7 @@ class AttackCallback(Several, FederatedCallback):
         self._carry_out(trainer, pl_module, run)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was heard so far, so that a resumed run's attack is that of one never stopped."""
+        """Recorded messages, so that a resumed run is attacked like an uninterrupted one."""
         kept = {"sent": self.wire.sent, "received": self.wire.received, "left": self.wire.left}
         found = {name: {client: list(heard) for client, heard in every.items()} for name, every in kept.items()}
         return {**found, "means": list(self.wire.means)}
@@ -276,7 +276,7 @@ def _without_clients(module: FederatedModule) -> FederatedModule:
 
 
 def _protection(trainer: Trainer, module: LightningModule) -> Protection:
-    """What the run's clients do to messages that they are asked for."""
+    """Apply the run's defences to messages that are requested after training."""
     defences = [c for c in trainer.callbacks if isinstance(c, DifferentialPrivacyCallback)]  # type: ignore[attr-defined]
 
     def protect(received: State, message: Message) -> None:

@@ -26,7 +26,7 @@ FILE = "central.pt"
 
 
 class CentralCallback(NamedArguments, Callback):
-    """What callbacks share that compare with a central model.
+    """Base of the callbacks that compare with a central model.
 
     It starts from the same weights, is trained with the clients' settings and makes as many passes over all training
     data as the clients together made over theirs. It is trained when the fit is over, which takes as long as the
@@ -148,7 +148,7 @@ def some_tests(module: FederatedModule, number: int) -> Tensor:
 
 
 def _key(module: FederatedModule, initial: State, passes: int) -> str:
-    """What makes two central models the same: data, settings, initial weights, passes."""
+    """Identity of a central model: data, settings, initial weights, passes."""
     told = {
         "data": module.datamodule.fingerprint,
         "local": module.local.described(),

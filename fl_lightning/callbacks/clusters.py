@@ -20,7 +20,7 @@ from fl_lightning.wire import Message
 
 @runtime_checkable
 class HasClusters(Protocol):
-    """What the callback asks of a method."""
+    """The parts of a method that the callback uses."""
 
     clusters: int
 

@@ -261,7 +261,7 @@ def clients_map(points: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def _update(tensors: State, state: State) -> Tensor:
-    """What a client wants to change, as one vector: floating entries, less the server's where it has them."""
+    """A client's update as one vector: floating entries, less the server's where it has them."""
     parts = [
         (value - state[name] if name in state and state[name].shape == value.shape else value).detach().flatten()
         for name, value in tensors.items()

@@ -35,7 +35,7 @@ COUNT_NOISE = 1 / 20
 
 
 class Round(NamedTuple):
-    """What is to be accounted for of a round."""
+    """The part of a round that has to be accounted for."""
 
     kind: Kind
     rate: float
@@ -167,7 +167,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
         return self.where == "local"
 
     def settings(self) -> dict[str, Any]:
-        """What it does at a client."""
+        """The client's part of the defence."""
         return {"where": self.where, "clip": self.clip, "noise_multiplier": self.noise_multiplier}
 
     def install(self, method: FederatedModule) -> None:
@@ -225,7 +225,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
             pl_module.log(name, value, on_step=False, on_epoch=True, batch_size=1)
 
     def epsilon(self) -> float:
-        """What the rounds so far amount to."""
+        """Total of the rounds so far."""
         delta = 1 / (10 * self._clients) if self.delta is None else self.delta
         every = [took for fit in (*self.earlier, self.rounds) for took in fit.values()]
         secret = Counter((took.kind, took.rate) for took in every if took.rate < 1)
@@ -305,7 +305,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
         return seeded_normal(seeding.stream(module.seed, purpose, trainer.current_epoch, max(client, 0)))
 
     def _purpose(self, module: FederatedModule) -> str:
-        """What the noise is drawn for: another fit, and another stage of a round, draw their own."""
+        """Purpose that the noise is drawn for: another fit, and another stage of a round, draw their own."""
         parts = (len(self.earlier), module.completed_stages)
         return ".".join([f"privacy.{self.where}", *(map(str, parts) if any(parts) else ())])
 

@@ -17,7 +17,7 @@ from fl_lightning.wire import Message
 
 @runtime_checkable
 class SelectsFactors(Protocol):
-    """What the callback asks of a method."""
+    """The parts of a method that the callback uses."""
 
     snapshots: SnapshotStore
 
@@ -26,7 +26,7 @@ class SelectsFactors(Protocol):
         ...
 
     def selection_terms(self, client: int) -> dict[str, float]:
-        """What the objective of such a client adds for its selection, by name."""
+        """Terms that the objective of such a client adds for its selection, by name."""
         ...
 
 

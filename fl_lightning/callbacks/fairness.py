@@ -199,7 +199,7 @@ def _validated(module: LightningModule) -> Split:
 
 
 class GroupTally:
-    """What a module that is not federated got right, by client or group."""
+    """Correct predictions of a module that is not federated, by client or group."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
@@ -247,7 +247,7 @@ class GroupTally:
 
 
 def _local_accuracies(local: list[float] | str | None, clients: int) -> dict[str, Tensor]:
-    """What Local scored, by split."""
+    """Scores of Local, by split."""
     if local is None:
         return {}
     if isinstance(local, str):

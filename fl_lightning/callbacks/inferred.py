@@ -1,4 +1,4 @@
-"""What FedDAF infers of the clients' data, beside the data: t-SNE pictures and a two-sample score."""
+"""Distributions that FedDAF infers, beside the clients' data: t-SNE pictures and a two-sample score."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def dominant_classes(module: FederatedModule) -> Tensor:
 
 @torch.no_grad()
 def penultimate(module: FederatedModule, state: State, index: Tensor) -> Tensor:
-    """What comes into the net's last dense layer for some samples, shape (n, features)."""
+    """Inputs of the net's last dense layer for some samples, shape (n, features)."""
     dense = [layer for layer in module.functional.skeleton.modules() if isinstance(layer, nn.Linear)]
     found: list[Tensor] = []
     hook = dense[-1].register_forward_pre_hook(lambda layer, args: found.append(args[0].flatten(1)))

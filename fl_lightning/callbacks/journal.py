@@ -86,7 +86,7 @@ class Journal:
         self.size, self.sum = int(state["size"]), int(state["sum"])
 
     def _earlier(self) -> bytes | None:
-        """What counts of the file, None if it is not there."""
+        """The part of the file that counts, None if it is not there."""
         if self.path is None or not self.path.is_file():
             return None
         with self.path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a model says of every client's test samples, in a table."""
+"""Predictions for every client's test samples, in a table."""
 
 from __future__ import annotations
 

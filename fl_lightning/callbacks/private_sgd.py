@@ -66,7 +66,7 @@ class PrivateSGDCallback(FederatedCallback):
     guards = True
 
     def settings(self) -> dict[str, Any]:
-        """What it does at a client."""
+        """The client's part of the defence."""
         return {"clip": self.clip, "noise_multiplier": self.noise_multiplier}
 
     def install(self, method: FederatedModule) -> None:
@@ -130,6 +130,6 @@ class PrivateSGDCallback(FederatedCallback):
 
 
 def _plain(module: FederatedModule) -> Any:
-    """What private SGD asks of the method, as it is without it."""
+    """The parts of a method that private SGD uses, as they are without it."""
     names = (*REPLACED, "phases", "local", "seed", "batch_statistics", "compute_dtype")
     return SimpleNamespace(**{name: getattr(module, name) for name in names})

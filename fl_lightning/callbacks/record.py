@@ -1,4 +1,4 @@
-"""What a run came to, in one file beside its logs: what ``fl-lightning compare`` reads."""
+"""The outcome of a run in one file beside its logs, which ``fl-lightning compare`` reads."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class RunRecord(NamedArguments, Callback):
         return self.seconds + time.perf_counter() - self._began
 
     def record(self, trainer: Trainer, module: Any) -> dict[str, Any]:
-        """What the file holds."""
+        """Contents of the file."""
         federated = hasattr(module, "snapshots")
         rounds, scores = self.history.table()
         measure = module.task.measure if federated else ACCURACY
@@ -316,7 +316,7 @@ def _plain(value: Any) -> bool:
 
 
 def _maker(maker: Any) -> str:
-    """What makes the server's optimizer; the command line hides the class in a ``partial`` of its own function.
+    """Describe the server's optimizer; the command line hides the class in a ``partial`` of its own function.
 
     Example:
         >>> _maker(functools.partial(torch.optim.SGD, lr=0.1))
@@ -329,7 +329,7 @@ def _maker(maker: Any) -> str:
 
 
 def groups_of(module: Any) -> dict[str, list[Any]]:
-    """What is known of the clients, one plain value each under every name."""
+    """Properties of the clients, one plain value each under every name."""
     meta = module.federation.meta
     return {key: [v if isinstance(v, int | float | str) else str(v) for v in values] for key, values in meta.items()}
 

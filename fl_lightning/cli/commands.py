@@ -154,7 +154,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _sentence(error: Exception) -> str | None:
-    """What the user can put right, or None where an error is none of that kind."""
+    """Describe an error that the user can put right; None for any other."""
     from fl_lightning.errors import FederationError
 
     # A command that needs no Lightning does not wait for it.

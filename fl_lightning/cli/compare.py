@@ -155,7 +155,7 @@ def populations(experiments: Sequence[Experiment]) -> Sheet | None:
 
 
 def cost(experiments: Sequence[Experiment]) -> Sheet | None:
-    """What the runs sent and how long they took; None where nothing is known of it."""
+    """Traffic and time of the runs; None where nothing is known of it."""
     sheet = _sheet("Cost of the whole fit, validation included", experiments, COSTS)
     return sheet if len(sheet.columns) > 1 else None
 

@@ -47,7 +47,7 @@ class Curve(Callback):
 
 @dataclass
 class Run:
-    """What the table shows of a finished run."""
+    """The table's row of a finished run."""
 
     name: str
     curve: Curve

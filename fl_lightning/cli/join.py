@@ -16,7 +16,7 @@ from fl_lightning.remote import PrivateStore, Site
 
 
 class JoinCLI(SideCLI):
-    """What a site needs besides method and data; of the Trainer its precision and the callbacks that protect."""
+    """Options of a site besides method and data; of the Trainer its precision and the callbacks that protect."""
 
     def __init__(self, argv: list[str]) -> None:
         super().__init__(argv, save_config_callback=None)

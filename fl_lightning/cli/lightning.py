@@ -63,7 +63,7 @@ class FederatedCLI(LightningCLI):
         )
 
     def _parse_ckpt_path(self) -> None:
-        """What was asked for stands: LightningCLI would put the settings in the checkpoint in its place, silently.
+        """Keep the command line's settings: LightningCLI would silently replace them by the checkpoint's.
 
         A method or a net that is not the checkpoint's is refused when it is read.
         """

@@ -46,7 +46,7 @@ def exported(module: ModuleType, base: type) -> dict[str, type]:
 
 
 def first_line(kind: type) -> str:
-    """What a class is in one line: the first sentence of its docstring."""
+    """Describe a class in one line, by the first sentence of its docstring."""
     text = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
     return plain(text.partition(". ")[0].rstrip(".:"))
 

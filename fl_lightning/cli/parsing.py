@@ -105,7 +105,7 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
 
 
 def _wanted(reasons: Sequence[str], message: str) -> str:
-    """What was expected, all that there is to choose among, and what was given; nothing where that is not it."""
+    """The expected value, the choices, and the given value; nothing where that is not it."""
     kinds = [re.match(r"Expected an? (?:typing\.Literal\[(.*?)\]|<class '([\w.]+)'>)", reason) for reason in reasons]
     given = re.search(r"Got value: (.*)", reasons[0] if reasons else "") or re.search(r"Given value: (.*)", message)
     if not kinds or kinds[0] is None or given is None:

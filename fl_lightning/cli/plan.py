@@ -63,7 +63,7 @@ class Probe(Callback):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would be.
+    """Plan of a run.
 
     Args:
         clients: clients of the federation.

@@ -194,7 +194,7 @@ def _reproduced(folder: Path) -> Run:
 
 
 def _result(path: Path) -> dict[str, Any]:
-    """What a cell came to, or a sentence that says what is wrong with the file."""
+    """Read the result of a cell, or say in a sentence what is wrong with the file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -220,7 +220,7 @@ def _logged(folder: Path) -> Run:
 
 
 def _hparams(folder: Path) -> dict[str, Any]:
-    """What Lightning's logger noted of a method's arguments, plain values only."""
+    """A method's arguments as Lightning's logger noted them, plain values only."""
     path = folder / "hparams.yaml"
     try:
         found = yaml.load(path.read_text(), _Plain) if path.exists() else None

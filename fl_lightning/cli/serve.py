@@ -28,7 +28,7 @@ LOOK = 2.0
 
 
 class ServeCLI(SideCLI):
-    """What a server needs besides method, data and Trainer."""
+    """Options of a server besides method, data and Trainer."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of a server."""
@@ -154,7 +154,7 @@ def _announce(cli: ServeCLI, remote: RemoteClients) -> None:
 
 
 def table(remote: RemoteClients, scores: list[float], headline: str) -> Table:
-    """What each client's model scored on its own test samples."""
+    """Scores of each client's model on its own test samples."""
     shown = Table(title=f"{headline} on each client's own test samples, told by the sites")
     for heading in ("client", "training samples", headline):
         shown.add_column(heading, justify="right")

@@ -154,7 +154,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         """All samples; called once."""
 
     def augmentation(self) -> Augment | None:
-        """What ``augment=True`` does to one client's raw training batch; None where nothing is known to help."""
+        """Augmentation of one client's raw training batch by ``augment=True``; None where nothing is known to help."""
         return None
 
     def encode(self, samples: Samples, train: ClientIndex) -> Tensor:
@@ -162,7 +162,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         return samples.inputs
 
     def client_meta(self, partition: Partition) -> Mapping[str, Sequence[Any]]:
-        """What is known of the clients, one value each under every name."""
+        """Properties of the clients, one value each under every name."""
         return partition.meta
 
     def deal(self, samples: Samples) -> Partition:
@@ -298,7 +298,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """What a checkpoint keeps to refuse other data: samples and their scale, who owns them, label permutations."""
+        """Fingerprint by which a checkpoint refuses other data: samples, their scale and owners, label permutations."""
         fed = self.federation
         indices = [t for index in (fed.train, fed.test, fed.index("val")) for t in (index.flat, index.offsets)]
         owners = hash_tensors(*indices, fed.global_test, fed.label_maps)
@@ -306,7 +306,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @property
     def scale(self) -> str:
-        """What the net's inputs depend on beside the samples, where it is not as usual."""
+        """Preprocessing that differs from the default, for the fingerprint."""
         return "" if self.standardize else "not standardised"
 
     def cohort(self, round: int) -> list[int]:
@@ -349,7 +349,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         return self._chunks("test")
 
     def predict_dataloader(self) -> ClientChunks:
-        """As in a test."""
+        """Return the test's samples."""
         return self._chunks("test")
 
     def _chunks(self, split: Split) -> ClientChunks:

@@ -195,7 +195,7 @@ class FromFrame(TensorFederation):
 
     @property
     def scale(self) -> str:
-        """What the net's inputs depend on besides the rows."""
+        """Preprocessing of the rows, for the fingerprint."""
         return "" if self.standardized else "not standardised"
 
     @property

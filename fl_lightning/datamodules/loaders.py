@@ -1,4 +1,4 @@
-"""What the Trainer iterates over: rounds in training, groups of clients in evaluation."""
+"""Loaders that the Trainer iterates over: rounds in training, groups of clients in evaluation."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What identifies a partition, in JSON's types.
+    """Identity of a partition, in JSON's types.
 
     Args:
         data: name of the data set.

@@ -93,7 +93,7 @@ def _draw_shares(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None
 
 
 def _draw_labels(axes: Axes, maps: NDArray[np.int64]) -> None:
-    """What each client calls every class; unchanged labels on white."""
+    """Draw the label that each client gives to every class; unchanged labels are on white."""
     moved = maps != np.arange(maps.shape[1])
     shade = np.where(moved.T[..., None], np.array([0.95, 0.85, 0.6]), 1.0)
     axes.imshow(shade, aspect="auto", interpolation="nearest", origin="lower")

@@ -81,7 +81,7 @@ class Sent140(FederatedDataModule):
 
     @property
     def net_arguments(self) -> dict[str, int]:
-        """As for every data set, and the rows of an embedding."""
+        """Properties as for every data set, and the rows of an embedding."""
         return {**super().net_arguments, "num_embeddings": self.num_embeddings}
 
     @cached_property

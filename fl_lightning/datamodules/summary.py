@@ -17,7 +17,7 @@ from fl_lightning.federation import ClientIndex
 
 @dataclass(frozen=True)
 class Summary:
-    """What a partition looks like.
+    """Summary of a partition.
 
     Args:
         train: training samples of every client and class, shape (clients, classes).

@@ -16,7 +16,7 @@ from fl_lightning.wire import State
 
 
 class CapturedEngine(StackedEngine):
-    """As ``stacked``, with each different step traced once and replayed from then on.
+    """Stacked training with each different step traced once and replayed from then on.
 
     A step is different if its phase, its move, the names of its tensors or their shapes are. Whatever changes between
     steps must therefore reach a move as a tensor (``Batch.scalars``, ``Batch.noise``, the state): Python numbers are
@@ -56,7 +56,7 @@ class CapturedEngine(StackedEngine):
         return replay
 
     def runner(self, trace: Trace, part: Part) -> Callable[..., Sequence[Tensor]]:
-        """What runs the operations of a trace."""
+        """Runner of the operations of a trace."""
         return trace.lean.run
 
     def _trace(self, move: Move, position: int, phase: Phase, state: State, batch: Batch) -> Trace:

@@ -13,7 +13,7 @@ from fl_lightning.errors import FederationError
 
 
 class CompiledEngine(CapturedEngine):
-    """As ``captured``, with steps that are made very often compiled by ``torch.compile``; for long runs.
+    """Captured training with steps that are made very often compiled by ``torch.compile``; for long runs.
 
     Compiling a step takes seconds, up to a minute, and a C++ compiler. Whether a step is compiled depends on the round
     and its clients alone, as whether it is traced does.

@@ -1,4 +1,4 @@
-"""What an engine and a method say to each other about one client's local training."""
+"""The interface of engine and method for one client's local training."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class LocalTraining:
 
     @property
     def not_plain(self) -> str:
-        """What is not plain SGD, with or without momentum, at one learning rate in a round; empty if nothing is."""
+        """Name the options that differ from SGD, with or without momentum, at one rate in a round; empty if none do."""
         rule = self.rule
         if type(rule) is not SGD or rule.nesterov:
             return f"optimizer={rule!r}"
@@ -171,7 +171,7 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What one move changes; the engine applies it in place."""
+    """Changes of one move; the engine applies it in place."""
 
     loss: Tensor
     """The loss before the move, for the log, 0-dim."""
@@ -192,7 +192,7 @@ Move = Callable[[State, Batch, Phase, Gradient], Update]
 
 
 class LocalMethod(Protocol):
-    """What an engine needs of a method."""
+    """The parts of a method that an engine uses."""
 
     local: LocalTraining
     seed: int
@@ -245,7 +245,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What local training left behind: the final state, the mean loss over its steps (of none NaN) and their number.
+    """Result of local training: the final state, the mean loss over its steps (of none NaN) and their number.
 
     With ``keep_optimizer`` also what the optimizer remembers.
     """

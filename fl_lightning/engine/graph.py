@@ -106,7 +106,7 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _look(node: fx.Node) -> tuple[Any, ...] | None:
-    """What tells one view of a piece of memory from another."""
+    """Signature of a view of a piece of memory."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None
@@ -221,7 +221,7 @@ class _Sum:
         return self.product is not None and not self.several
 
     def returned(self, graph: fx.Graph, output: fx.Node) -> list[fx.Node]:
-        """What the step returns in place of the sum."""
+        """The value that the step returns instead of the sum."""
         assert self.product is not None
         left, right = self.product.args
         with graph.inserting_before(output):
@@ -233,7 +233,7 @@ class _Sum:
 
 
 def _linear(node: fx.Node) -> list[tuple[Any, float]] | None:
-    """What a node adds up, with factors, if that is what it does."""
+    """The summands of a node, with factors, if it is a sum."""
     args, alpha = node.args, node.kwargs.get("alpha", 1)
     if node.target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(alpha, int | float):
         sign = 1.0 if node.target is aten.add.Tensor else -1.0
@@ -332,7 +332,7 @@ def _called(node: fx.Node) -> fx.Node:
 
 
 def _early(graph: fx.Graph, state: set[fx.Node], pure: bool) -> dict[fx.Node, None]:
-    """What stays as it is while the state changes in place, in order: views of the state, and constants."""
+    """Nodes that stay valid while the state changes in place, in order: views of the state, and constants."""
     early: dict[fx.Node, None] = {}
     fixed: set[fx.Node] = set()
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""What the moves of a client, or of a stack of clients, change: applied in place."""
+"""Changes by the moves of a client, or of a stack of clients, applied in place."""
 
 from __future__ import annotations
 

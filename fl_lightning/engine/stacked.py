@@ -125,7 +125,7 @@ class _Stack:
         self.samples = StackSamples(federation, self.schedules, self.dtype, again)
 
     def _remembered(self, jobs: list[Job]) -> State:
-        """What the clients' optimizers remember, of all that one of them remembers."""
+        """The memory of the clients' optimizers, of all entries that one of them remembers."""
         names = {name: value for job in jobs for name, value in job.optimizer.items()}
         return {
             name: torch.stack([job.optimizer.get(name, torch.zeros_like(like)) for job in jobs])

@@ -126,7 +126,7 @@ class WorkerEngine(Engine):
 
 
 class _Precision(NamedTuple):
-    """What a Trainer's precision sets in its own process, and workers have to be told."""
+    """Settings that a Trainer's precision makes in its own process, for workers to make, too."""
 
     mixed: bool
     lower: torch.dtype
@@ -230,7 +230,7 @@ class _Worker:
         _in_thread(self.connection.send_bytes, ForkingPickler.dumps(task))  # waits while the worker does not read
 
     def results(self) -> list[Result]:
-        """What it made of them; a worker that died is started anew, once."""
+        """Receive the results; a worker that died is started anew, once."""
         assert self.task is not None
         try:
             answer = self._receive()
@@ -269,7 +269,7 @@ class _Worker:
             ) from None
 
     def _receive(self) -> Any:
-        """What the worker sends, unless it takes no step for too long; a pause of this process does not count."""
+        """Receive from the worker, unless it takes no step for too long; a pause of this process does not count."""
         answer, idle, beat = _in_thread(self.connection.recv), 0.0, self.beat.value
         while not wait([answer], LOOK).done:
             signals.check()
@@ -299,7 +299,7 @@ class _Worker:
 
 
 def _in_thread(act: Callable[..., Any], *args: Any) -> Future[Any]:
-    """What a function will return, called in a thread of its own: it may wait for a process that does not go on."""
+    """Call a function in a thread of its own, as it may wait for a process that does not go on."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -334,7 +334,7 @@ class _WorkerError(Exception):
 
 
 def _work(connection: Connection, beat: Any, method: Any, federation: Federation, engine: str, width: int) -> None:
-    """What a worker process does: train what it is sent until the connection closes."""
+    """Run a worker process: train clients that are sent to it until the connection closes."""
     _end_with_run()
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a run, which its own acts on
         signal.signal(number, signal.SIG_IGN)

@@ -22,7 +22,7 @@ REASONS = {5: "it is offline", 8: "its ClientApp ended"}
 
 
 class Bridge:
-    """What is under way between a training process and Flower's grid.
+    """Requests under way between a training process and Flower's grid.
 
     Args:
         grid: Flower's grid.

@@ -201,5 +201,5 @@ class Superlink:
 
 
 def _plain(said: str | None) -> str:
-    """What a command said, in one line without colours and frames."""
+    """Output of a command, in one line without colours and frames."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[─│╭╮╰╯]", " ", said or "").split())[-400:]

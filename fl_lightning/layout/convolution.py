@@ -70,7 +70,7 @@ class Convolution(torch.autograd.Function):
 
 
 class ConvolutionBackward(torch.autograd.Function):
-    """Those gradients of a convolution, of its input, weight and bias, that are ``asked`` for."""
+    """Gradients of a convolution, of its input, weight and bias, where ``asked`` for."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, weight: Tensor, options: Any, asked: Any) -> Any:

@@ -28,7 +28,7 @@ def channels_last(x: Tensor, dim: int | None, clients: int) -> Tensor:
 
 
 def as_it_lies(x: Tensor, dim: int | None, clients: int) -> Tensor:
-    """As :func:`channels_last` if the channels are innermost already, and as :func:`batch_last` if not."""
+    """Memory order of :func:`channels_last` if channels are innermost already, and of :func:`batch_last` if not."""
     apart = _first(x, dim, clients)
     innermost = apart.stride(2) == 1 and apart.stride(4) > 1
     return (channels_last if innermost else batch_last)(apart, 0, clients)

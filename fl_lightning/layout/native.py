@@ -120,7 +120,7 @@ def compiled(compiler: str, flags: Sequence[str], folder: Path) -> Path:
 
 
 def machine() -> str:
-    """What tells this processor from others that may share the folder."""
+    """Identity of this processor among others that may share the folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -144,7 +144,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
     # client
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """As SCAFFOLD; with ``weighted_mean`` c_i goes up instead of its change, which the server could add up."""
+        """Do as SCAFFOLD; with ``weighted_mean`` c_i goes up instead of its change, which the server could add up."""
         up, keep = super().leave(state, received, me)
         if self.control_rule == "weighted_mean":
             up = without(CHANGE, up) | prefixed(NEW, under(OWN, keep or {}))
@@ -163,7 +163,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         return after
 
     def aggregate(self, messages: list[Message]) -> State:
-        """As every agent's federation combines; with ``all`` the server's own c is their mean, as its model is."""
+        """Combine as every agent's federation does; with ``all`` the server's own c is their mean, as its model is."""
         target = super().aggregate(messages)
         for name, control in self.server_control().items():
             control.copy_(target.pop(SERVER + name))

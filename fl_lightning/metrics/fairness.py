@@ -187,7 +187,7 @@ def accuracy_entropy(accuracies: Tensor) -> Tensor:
 
 
 def gap_to_local(accuracies: Tensor, local: Tensor, measure: Measure = ACCURACY) -> Tensor:
-    """What each client gains over training alone: its accuracy minus the one that its Local model has.
+    """Gain of each client over training alone: its accuracy minus the one that its Local model has.
 
     Args:
         accuracies: shape (clients,).
@@ -352,7 +352,7 @@ class AccuracyEntropy(ClientFairness):
 
 
 class GapToLocal(ClientFairness):
-    """What each client gains over training alone; see :func:`gap_to_local`."""
+    """Gain of each client over training alone; see :func:`gap_to_local`."""
 
     def compute(self) -> Tensor:
         """Shape (clients,)."""

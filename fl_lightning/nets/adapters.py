@@ -210,6 +210,6 @@ class LoRA(FedNet):
         return {"class_path": "fl_lightning.nets.LoRA", "init_args": copy.deepcopy(self._noted)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the net puts out."""
+        """Output of the net."""
         output: Tensor = self.net(x)
         return output

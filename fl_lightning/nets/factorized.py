@@ -24,7 +24,7 @@ SHARE = 0.6
 
 
 class FactorizedLayer(nn.Module):
-    """What the factorised layers share.
+    """Base of the factorised layers.
 
     Attributes:
         wa: left factors, shape (out, F).
@@ -68,7 +68,7 @@ class FactorizedLayer(nn.Module):
 
     @property
     def scores(self) -> Tensor:
-        """What each factor counts, r * mask, Eq. (4), shape (F,)."""
+        """Weight of each factor, r * mask, Eq. (4), shape (F,)."""
         return self.r * self.mask
 
     @property

@@ -10,7 +10,7 @@ from fl_lightning.nets.base import FedNet
 
 
 class _LeNet(FedNet):
-    """What the family shares; 28x28 images need a padding of 2 to give what 32x32 ones give without."""
+    """Base of the family; 28x28 images need a padding of 2 to give what 32x32 ones give without."""
 
     #: Channels of the two convolutions and widths of the two hidden fully connected layers.
     widths = (6, 16, 120, 84)

@@ -75,7 +75,7 @@ class _Tokens(FedNet):
         self.norm = nn.LayerNorm(width)
 
     def features(self, x: Tensor, present: Tensor | None = None) -> Tensor:
-        """What is known at every place, shape (B, length, width)."""
+        """Features at every place, shape (B, length, width)."""
         if x.shape[1] > self.length:
             raise FederationError(f"Sequences have {x.shape[1]} tokens: set length to that or more, not {self.length}.")
         found = self.embedding(x) + self.places(torch.arange(x.shape[1], device=x.device))

@@ -86,7 +86,7 @@ def _printed(cells: Sequence[Cell], methods: Sequence[str]) -> float:
 
 
 def _measured(records: Records, cells: Sequence[Cell], methods: Sequence[str]) -> list[Measured] | None:
-    """What the cells of methods came to; None if there are none, or one was not measured."""
+    """Results of the cells of methods; None if there are none, or one was not measured."""
     found = [measure(records, cell) for cell in cells if cell["method"] in methods]
     known = [one for one in found if one is not None]
     return known if found and len(known) == len(found) else None

@@ -59,7 +59,7 @@ def deviations(layouts: Iterable[Layout]) -> list[tuple[str, float]]:
 
 
 def hours(records: Records, config: Config) -> float | None:
-    """What a run would take, in hours of one core, by recorded runs of its net on its data; None if there is none.
+    """Expected hours of one core for a run, by recorded runs of its net on its data; None if there is none.
 
     Of these the ones of its method count, else those of all methods; time is taken to grow with samples, rounds and
     epochs.

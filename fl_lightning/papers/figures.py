@@ -78,7 +78,7 @@ def spent(runs: Mapping[str, Runs], path: Path, title: str) -> None:
 
 
 def logged(runs: Mapping[str, Runs], path: Path, title: str, names: Sequence[str]) -> None:
-    """What methods log of a round, one panel for each of the names, averaged over seeds."""
+    """Metrics that methods log of a round, one panel for each of the names, averaged over seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(names), 3), layout="constrained")
@@ -195,7 +195,7 @@ def trade_off(runs: Mapping[str, Runs], path: Path, title: str) -> None:
 
 
 def inversions(images: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> None:
-    """What the outsider reconstructs of one client under each method (the papers' figure 6): class means first."""
+    """Reconstructions of one client by the outsider under each method (the papers' figure 6): class means first."""
     from matplotlib.figure import Figure
 
     shown = {method: [one for one in found if one["view"] == "outsider"] for method, found in images.items()}

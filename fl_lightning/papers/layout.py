@@ -73,7 +73,7 @@ class Layout:
 
     @cached_property
     def places(self) -> dict[Place, dict[Place, Shown]]:
-        """What is shown, by row and column."""
+        """Cells that are shown, by row and column."""
         found: dict[Place, dict[Place, Shown]] = {}
         for cell in self._cells():
             row = tuple(cell.get(key) for key in self.plan["rows"])
@@ -109,7 +109,7 @@ class Layout:
             yield from row.values()
 
     def local(self, shown: Shown) -> Measured | None:
-        """What Local came to on the same data, in this table or in the row that another one lends."""
+        """Result of Local on the same data, in this table or in the row that another one lends."""
         like = ("dataset", "partition", "model", "metric", "E", "agents")
         same = (o for o in self.shown if all(o.cell.get(key) == shown.cell.get(key) for key in like))
         own = next((other.measured for other in same if other.cell["method"] == "local"), None)
@@ -149,7 +149,7 @@ class Layout:
 
 
 def _published_as(cell: Cell, metric: str) -> Cell:
-    """What a cell would be called in the paper."""
+    """Name of a cell in the paper."""
     stand_for: dict[str, str] = tables.pages()["stand_for"]
     asked = {**tables.identity(cell), "method": stand_for.get(cell["method"], cell["method"]), "metric": metric}
     return {key: value for key, value in asked.items() if key not in ("paper", "table", *tables.SCALES)}

@@ -19,7 +19,7 @@ LAST = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """What the recorded runs of a cell came to.
+    """Result of the recorded runs of a cell.
 
     Args:
         values: the metric of every seed.
@@ -55,7 +55,7 @@ class Measured:
 def measure(
     records: Records, cell: Cell, seeds: Sequence[int] | None = None, rounds: int | None = None
 ) -> Measured | None:
-    """What the recorded runs of a cell came to, with the given seeds or with all; None if there is none."""
+    """Result of the recorded runs of a cell, with the given seeds or with all; None if there is none."""
     config, other = tables.config_of(cell, rounds), tables.beside(cell)
     found = {seed: value for seed in _seeds(records, config, seeds) if (value := _value(records, cell, config, seed))}
     if other is not None:

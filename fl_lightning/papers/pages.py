@@ -262,7 +262,7 @@ def _deviation_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layou
 
 
 def _missing(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
-    """What of a paper was not measured, and what it would cost."""
+    """Parts of a paper that were not measured, and their cost."""
     left, said = coverage(layouts, plan["papers"])[NONE], tables.pages()["texts"]
     known: set[str] = set()
     rows = [row for one in layouts if not one.plan.get("larger") for row in _left_of(records, one, left, known)]
@@ -306,7 +306,7 @@ def _others(records: Records, layouts: Sequence[Layout], known: set[str]) -> Ite
 
 
 def _single(records: Records, layouts: Sequence[Layout]) -> str:
-    """What a second seed of the runs that have one would cost."""
+    """Cost of a second seed of the runs that have one."""
     measured = {one.measured.run: one.measured for layout in layouts for one in layout.shown if one.measured}
     once = [sum(one.seconds) for one in measured.values() if len(one.seeds) == 1]
     if not once:

@@ -116,7 +116,7 @@ def config_of(cell: Cell, rounds: int | None = None) -> Config:
 
 
 def scale_of(cell: Cell) -> str | None:
-    """What the recipe says about a cell that it runs smaller than the paper does, None where it does not."""
+    """Note of the recipe on a cell that it runs smaller than the paper does, None where it does not."""
     rule = _scaled(cell)
     return rule["scale"] if rule else None
 
@@ -135,7 +135,7 @@ def _scaled(cell: Cell) -> dict[str, Any]:
 
 
 def run_metric(cell: Cell) -> str:
-    """What a cell's metric is called in a run's result; attacks have one figure for every view."""
+    """Name of a cell's metric in a run's result; attacks have one figure for every view."""
     metric = OF_THE_AGENT.get(cell["metric"], str(cell["metric"]))
     return f"{metric}/{cell['view']}" if "view" in cell else metric
 

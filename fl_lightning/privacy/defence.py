@@ -21,7 +21,7 @@ Normal = Callable[[Sequence[int]], Tensor]
 
 
 def change(sent: State, received: State) -> State:
-    """What a client's message changes: its floating entries less those that the client received under the same name."""
+    """Changes in a client's message: its floating entries less those that the client received under the same name."""
     return {
         name: value - received[name] if name in received else value
         for name, value in sent.items()

@@ -35,7 +35,7 @@ TAUGHT = 3000
 
 
 class Answers(NamedTuple):
-    """What models answer for some samples, averaged over the models."""
+    """Outputs of models for some samples, averaged over the models."""
 
     features: Tensor
     """Probabilities in descending order, that of the true class, and the loss; shape (n, classes + 2)."""
@@ -100,7 +100,7 @@ def answers_of(logits: Tensor, target: Tensor) -> Answers:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What an adversary learns from M shadow models whose training samples it knows; no federation is needed.
+    """Scores from M shadow models whose training samples the adversary knows; no federation is needed.
 
     Args:
         known: the models' answers for U samples, stacked, shapes (M, U, ...).

@@ -115,7 +115,7 @@ def _train(net: nn.Module, pixels: Pixels, rows: Tensor, seed: int, epochs: int)
 
 
 def _digest(federation: Federation) -> str:
-    """What tells one data set from another of the same shape."""
+    """Fingerprint of a data set."""
     rows = torch.linspace(0, len(federation.targets) - 1, 100).long().to(federation.device)
     told = (federation.targets, federation.inputs[rows])
     return hashlib.sha256(b"".join(value.cpu().numpy().tobytes() for value in told)).hexdigest()

@@ -40,7 +40,7 @@ EXACT = 150.0
 def small_update(
     module: FederatedModule, client: int, rows: Tensor, protect: Protection | None = None, steps: int = 1
 ) -> tuple[State, State, State]:
-    """What a client would receive, send and keep in a round of few steps on a few of its samples; nothing is kept.
+    """Exchange of a client in a round of few steps on a few of its samples; nothing is kept.
 
     If the client receives several models, only the one it trains is returned.
 
@@ -122,7 +122,7 @@ def exact(module: FederatedModule, gradient: State, pixels: Pixels) -> dict[str,
 
 
 class Leaked(NamedTuple):
-    """What one attack made of one client's batch."""
+    """Result of one attack on one client's batch."""
 
     client: int
     view: str
@@ -249,7 +249,7 @@ def _small(run: Run, client: int, batch: int, steps: int) -> _Small:
 
 
 def _seen(view: View, every: Sequence[_Small], weighting: Weighting) -> State:
-    """What a view sees of the first of some updates: itself, their mean, or what is left of that."""
+    """The part of the first of some updates that a view sees: itself, their mean, or what is left of that."""
     messages = [one.message for one in every]
     if not view.sums or not messages[0].tensors:
         return messages[0].tensors

@@ -102,7 +102,7 @@ def _as_viewed(shadows: Sequence[Shadow], view: View, online: bool) -> list[Shad
 
 
 class _Lesson:
-    """What shadows teach under one view and assumption."""
+    """Knowledge from shadows under one view and assumption."""
 
     def __init__(
         self,

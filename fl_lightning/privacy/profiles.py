@@ -1,4 +1,4 @@
-"""What updates tell of a client as a whole: whether it took part, and properties of its data. Functions of tensors."""
+"""Inference from updates about a whole client: whether it took part, and properties of its data. All of tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def property_direction(with_it: Tensor, without: Tensor, shrinkage: float = 0.1)
 
 
 def remaining(mean: State, weights: Sequence[float], known: Sequence[State], own: float) -> State:
-    """What the one client that is left sent, where the server's mean and all other messages are known.
+    """Message of the one client that is left, where the server's mean and all other messages are known.
 
     A server that sees the mean alone, under secure aggregation, and clients that collude with it.
 

@@ -1,4 +1,4 @@
-"""What an attack came to, with the threat model it was carried out under."""
+"""Outcome of an attack, with the threat model it was carried out under."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Report:
         return list(dict.fromkeys(row["view"] for row in self.rows))
 
     def scalars(self) -> dict[str, float]:
-        """What is logged: the strongest attack of every view, ``<attack>/<view>/<score>``."""
+        """Metrics to log: the strongest attack of every view, ``<attack>/<view>/<score>``."""
         logged: dict[str, float] = {}
         for view in self.views():
             best = self.strongest(view=view)

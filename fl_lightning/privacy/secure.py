@@ -78,6 +78,6 @@ def masked(rows: Sequence[Words], neighbours: int = NEIGHBOURS) -> list[Words]:
 
 
 def summed(sent: Sequence[Words]) -> Words:
-    """What the server computes."""
+    """The server's computation."""
     total: Words = np.sum(np.stack(sent), axis=0, dtype=np.uint64)
     return total

@@ -27,7 +27,7 @@ GUESS_EPOCHS = 5
 
 
 class View(ABC):
-    """What an adversary knows of one client.
+    """Knowledge of an adversary about one client.
 
     All of them know the architecture, the method and its settings, and the common initial weights.
     """
@@ -88,7 +88,7 @@ class OtherClient(View):
     sees = "the global model that the server sends to another client"
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """What another client begins its round with, completed in every way."""
+        """Models that another client begins its round with, completed in every way."""
         module = run.module
         clients = module.federation.num_clients
         other = next((c for c in range(clients) if c != client), client)
@@ -134,7 +134,7 @@ class Colluding(View):
     sums = True
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """What is left of the means, completed in every way."""
+        """Remainders of the means, completed in every way."""
         left = run.wire.left.get(client, ())
         return _completed(run, client, self.name, [run.module.revealed(message) for message in left], reference)
 
@@ -152,7 +152,7 @@ def make_views(names: Sequence[str]) -> list[View]:
 
 
 def _revealed(run: Run, client: int) -> list[State]:
-    """What the client's messages tell of the net; none where nothing is sent."""
+    """Models in the client's messages; none where nothing is sent."""
     told = [run.module.revealed(message) for _, message in run.wire.exchanged(client)]
     if any(not one for one in told):
         kind = type(run.module).__name__

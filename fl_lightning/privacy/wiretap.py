@@ -1,4 +1,4 @@
-"""What crossed the wire of some clients, listened to in a run or asked for after it."""
+"""Messages of some clients, recorded in a run or requested after it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Wire:
                 kept.append(remaining(mean, rest, known, weights[place]))
 
     def exchanged(self, client: int) -> list[tuple[State, State]]:
-        """What a client received and what it answered, where it answered at all, the last at the end."""
+        """Messages to a client and its answers, where it answered at all, the last at the end."""
         both = zip(self.received[client], self.sent[client], strict=True)
         return [(received, sent) for received, sent in both if sent]
 
@@ -156,7 +156,7 @@ def intercept(
     others: Sequence[int] | None = None,
     hidden: bool = False,
 ) -> Run:
-    """What the clients would send in the next round, after a run of which nothing was recorded, as from a checkpoint.
+    """Messages of the next round, for a run of which nothing was recorded, as from a checkpoint.
 
     Nothing of the round is kept: server and snapshots stay as they are.
 

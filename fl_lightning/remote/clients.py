@@ -76,7 +76,7 @@ class RemoteClients:
     # ---- who is there -----------------------------------------------------------------------------------------
 
     def introduce(self) -> Sequence[Introduction]:
-        """What clients told when they joined; of a client that has not, that it has no samples."""
+        """Introductions of the clients; one that has not joined has no samples."""
         alone = [one for one in self.method.trainer.callbacks if getattr(one, "simulations_only", False)]  # type: ignore[attr-defined]
         if alone:
             raise FederationError(
@@ -132,7 +132,7 @@ class RemoteClients:
         return returned
 
     def _trained(self, number: int, said: dict[str, Any], sent: State) -> tuple[Returned, Kept | None]:
-        """What a client that trained returns, and the version of what it keeps."""
+        """Reply of a client that trained, and the version of its state."""
         loss = float(said["loss"])
         message = Message(number, sent, said["samples"], loss)
         counters = said["counters"]
@@ -182,7 +182,7 @@ class RemoteClients:
         return Scores.joined(sorted(found, key=lambda scores: int(scores.clients)))
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
-        """What clients tell; of those that are absent nothing."""
+        """Reports of the clients that are present."""
         number = self.method.evaluated_as
         jobs = {client: [self._job(TELL, number(client), setting, {}, client)] for client in messages}
         answers = self._work(
@@ -206,7 +206,7 @@ class RemoteClients:
     def _job(
         self, kind: str, number: int, setting: Setting, more: Mapping[str, Any], client: int | None = None
     ) -> dict[str, Any]:
-        """What a client is to do, and the versions that it does it with."""
+        """Request to a client, and the versions of state that it is for."""
         owner = self.method.client_of(number) if client is None else client
         base = number if number in self.versions else owner
         versions = {base: self.versions[base]} if base in self.versions else {}

@@ -62,7 +62,7 @@ class SiteData(LightningDataModule):
 
     @property
     def fingerprint(self) -> str:
-        """What a checkpoint keeps to refuse another federation."""
+        """Fingerprint that a checkpoint keeps to refuse another federation."""
         return f"{self.clients.places} sites"
 
     def cohort(self, round: int) -> list[int]:

@@ -48,7 +48,7 @@ class Members:
         self._refused: dict[str, float] = {}
 
     def introduction(self, client: int) -> Introduction:
-        """What a client told when it joined; of one that has not, that it has no samples."""
+        """Introduction of a client; one that has not joined has no samples."""
         some = self._someone()
         shape, dtype = tuple(some["shape"]), None if some["tokens"] is None else dtype_named(some["tokens"])
         if client not in self.told:
@@ -93,7 +93,7 @@ class Members:
             time.sleep(PAUSE)
 
     def there(self, clients: Iterable[int]) -> list[int]:
-        """Those of some clients that can be reached now; nodes that are new introduce themselves first."""
+        """Select the clients that can be reached now; nodes that are new introduce themselves first."""
         present, now = set(self.transport.present()), time.monotonic()
         self._refused = {node: when for node, when in self._refused.items() if node in present and now - when < AGAIN}
         strangers = sorted(present - set(self.nodes.values()) - self._refused.keys())

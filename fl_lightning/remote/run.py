@@ -1,4 +1,4 @@
-"""What a site's operator approves: method, settings and net of a run, and a fingerprint of all that."""
+"""Approval by a site's operator: method, settings and net of a run, and a fingerprint of all that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Guard(Protocol):
         ...
 
     def settings(self) -> dict[str, Any]:
-        """What it does, as plain values."""
+        """Its contents as plain values."""
         ...
 
     def install(self, method: FederatedModule) -> None:

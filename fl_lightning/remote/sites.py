@@ -105,7 +105,7 @@ class Site:
         }
 
     def introduction(self) -> Envelope:
-        """What the site tells when it joins, for its operator to read before it is sent."""
+        """The site's introduction, for its operator to read before it is sent."""
         data, setting = self.own.federation, Setting(stage=JOINING)
         tokens = not data.inputs.is_floating_point() and data.mean is None
         header = {
@@ -201,7 +201,7 @@ class Site:
         return {"scored": True}, {"loss": found.loss, "total": found.total, **metrics}
 
     def _tell(self, job: dict[str, Any], setting: Setting, received: State) -> tuple[dict[str, Any], State]:
-        """What the method's clients tell besides their scores."""
+        """Reports of the method's clients besides their scores."""
         self.own.number = int(job["number"])
         return {}, dict(self.own.tell(setting, {self.client: received})[self.client])
 

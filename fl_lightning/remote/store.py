@@ -1,4 +1,4 @@
-"""What a site keeps between rounds, on its own disk: a version for every round, written whole or not at all."""
+"""State of a site between rounds, on its own disk: a version for every round, written whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What carries requests to sites and replies back; Flower does it in :mod:`fl_lightning.flower`."""
+"""Transport of requests to sites and of replies back; Flower does it in :mod:`fl_lightning.flower`."""
 
 from __future__ import annotations
 

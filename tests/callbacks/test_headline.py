@@ -1,4 +1,4 @@
-"""What counts is not accuracy: fairness, records, progress, dashboard and comparison of a regression."""
+"""Headline metrics other than accuracy: fairness, records, progress, dashboard and comparison of a regression."""
 
 from __future__ import annotations
 

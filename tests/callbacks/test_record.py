@@ -215,7 +215,7 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_history_of_rounds_that_are_all_odd_and_resumed() -> None:
-    """As validation every second round makes them: thinned by how many there were, not by their numbers."""
+    """Validation every second round: thinned by how many there were, not by their numbers."""
     whole, part = ClientHistory(most=4), ClientHistory(most=4)
     for number in range(11):
         whole.add(2 * number + 1, torch.tensor([float(number)]))

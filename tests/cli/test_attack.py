@@ -105,7 +105,7 @@ def test_options_of_an_attack_have_types(name: str, option: str, capsys: pytest.
 def test_a_lightning_that_knows_no_weights_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As before 2.6: the checkpoint is looked for, not the argument refused."""
+    """Lightning before 2.6: the checkpoint is looked for, not the argument refused."""
 
     class Older(attack.Trainer):
         def test(

@@ -57,7 +57,7 @@ def bash_script() -> str:
 
 
 def completed(text: str, *words: str) -> list[str]:
-    """What bash offers after some words."""
+    """Return the words that bash offers after some others."""
     shell = shutil.which("bash")
     if shell is None:
         pytest.skip("no bash")

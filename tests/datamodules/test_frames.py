@@ -37,7 +37,7 @@ def columns(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def test_columns_are_encoded_as_by_scikit_learn() -> None:
-    """What is learned is learned from training rows alone."""
+    """Scales and words are learned from training rows alone."""
     table = columns()
     data = FromFrame(table, client="site", target="days", categorical=["grade"], seed=0)
     federation = data.federation
@@ -126,7 +126,7 @@ class Only:
 
 
 class Columns:
-    """As much of a DataFrame as is asked for."""
+    """The part of a DataFrame that is used."""
 
     def __init__(self, table: dict[str, np.ndarray]) -> None:
         self.table, self.columns = table, list(table)

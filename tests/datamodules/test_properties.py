@@ -1,4 +1,4 @@
-"""What every partition must be, over sizes, clients and seeds."""
+"""Properties of every partition, over sizes, clients and seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held out of clients' training data, and what is made of clients that have nothing to spare."""
+"""Samples that are held out of clients' training data, and clients that have nothing to spare."""
 
 from __future__ import annotations
 

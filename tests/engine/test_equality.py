@@ -369,7 +369,7 @@ def test_a_batch_of_one_is_dropped_with_batch_normalisation() -> None:
 
 
 def test_batchnorm_buffers_reach_others_only_through_the_aggregate() -> None:
-    """What a client sends up after one round does not depend on who else trained."""
+    """A client's message after one round does not depend on who else trained."""
 
     def sent(sizes: tuple[int, ...], engine: str) -> dict[str, Tensor]:
         method = FedAvg(seeded(lambda: LeNetBN(num_classes=CLASSES)), lr=0.1, batch_size=8, engine=engine)

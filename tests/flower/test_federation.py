@@ -21,7 +21,7 @@ def test_a_message_there_and_back(federation):
 
 
 def status(federation, path, machine):
-    """What the superlink answers to a request that a proxy of this machine passes on for another one."""
+    """Return the superlink's answer to a request that a proxy of this machine passes on for another one."""
     request = urllib.request.Request(
         f"https://{federation.link.address}{path}", b"", {"X-Forwarded-For": machine}, method="POST"
     )

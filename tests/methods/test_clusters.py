@@ -1,4 +1,4 @@
-"""What the clustered methods share: one cluster, resume, engines, what crosses, models of their own."""
+"""Tests of all clustered methods: one cluster, resume, engines, what crosses, models of their own."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def test_the_literal_reading_sends_the_inverse() -> None:
 
 
 def test_clients_go_on_from_the_mixture() -> None:
-    """What a client begins its second round with: its own trained weights where marked, else the server's."""
+    """State in which a client begins its second round: its own trained weights where marked, else the server's."""
     method, got, begun = FedBPS(mlp(), p=0.4, **OPTIONS), [], {}
     method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
     fit(method, blobs(), rounds=1)

@@ -311,7 +311,7 @@ def test_new_atoms_come_in_the_order_of_the_units_that_take_them() -> None:
 def aggregated(
     net: nn.Module, states: list[dict[str, Tensor]], name: str, sizes: list[int] | None = None, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """What FedMA makes of clients that send these states."""
+    """Aggregate of FedMA for clients that send these states."""
 
     class Sends(FedMA):
         def leave(self, state: Any, received: Any, me: Any) -> Reply:

@@ -39,7 +39,7 @@ def test_nothing_shared_equals_local_bit_for_bit(engine: str) -> None:
 
 @pytest.mark.parametrize("net", [LeNet5, LeNetBN])
 def test_roles_are_exchanged(net: Any) -> None:
-    """What FedPer keeps LG-FedAvg sends, and the other way round."""
+    """FedPer keeps the entries that LG-FedAvg sends, and the other way round."""
     layers = ["fc2", "head"]
     per, lg = FedPer(net(), personal=layers), LGFedAvg(net(), shared=layers)
     assert set(per.shared_names) == set(lg.private_names)

@@ -125,7 +125,7 @@ def test_fixed_point_of_the_inner_steps(engine: str, lam: float) -> None:
 
 
 def test_theta_starts_from_w_in_every_round() -> None:
-    """What was kept is for evaluation alone."""
+    """Kept entries are for evaluation alone."""
     once, again = (PFedMe(mlp(), lr=0.05, engine="stacked") for _ in range(2))
     fit(once, blobs(), rounds=2)
     leave = again.leave

@@ -576,7 +576,7 @@ def test_growing_is_by_layer_and_between_runs() -> None:
 
 
 def test_a_store_on_disk_does_not_grow(tmp_path: Path) -> None:
-    """What clients keep there has one size: refused before anything changes, and the run goes on."""
+    """Entries of clients there have one size: refused before anything changes, and the run goes on."""
     method = waffle(store=str(tmp_path))
     fit(method, blobs(), rounds=1)
     before = state_of(method)

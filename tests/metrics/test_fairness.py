@@ -157,7 +157,7 @@ def test_metrics_add_up_batches_and_equal_their_functions(name: str) -> None:
 
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_of_two_processes_are_summed(name: str) -> None:
-    """What torchmetrics does across ranks: states are added."""
+    """Add states, as torchmetrics does across ranks."""
     options, _ = METRICS[name]
     halves = [getattr(metrics, name)(6, **options) for _ in range(3)]
     for metric, clients in zip(halves, ([0, 1, 2], [3, 4, 5], range(6)), strict=True):

@@ -18,7 +18,7 @@ def test_every_different_part_of_a_run_of_every_table_parses() -> None:
             """Only parse."""
 
     def kind(value: Any) -> Any:
-        """What tells configurations that are parsed differently: names and classes, not numbers."""
+        """Identity of configurations that are parsed differently: names and classes, not numbers."""
         if isinstance(value, dict):
             return tuple(sorted((key, kind(item)) for key, item in value.items()))
         return value if isinstance(value, str) else type(value).__name__

@@ -276,7 +276,7 @@ def test_secret_cohorts_count_for_epsilon(sampling: Any, kind: Any) -> None:
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_the_mean_is_taken_over_the_expected_cohort(sampling: Any) -> None:
-    """Whoever is drawn moves the mean by its clipped update over q N, and the noise is z C / (q N), in every round."""
+    """A drawn client moves the mean by its clipped update over q N, and the noise is z C / (q N), in every round."""
     data = blobs((8,) * 20, fraction=0.25, sampling=sampling, secret_cohorts=True, seed=1)
     data._key = b"0" * 32
     method = FedAvg(mlp(hidden=(200,)), lr=0.0, engine="stacked", weighting="uniform")

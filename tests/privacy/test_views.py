@@ -1,4 +1,4 @@
-"""What each adversary sees of each method, and the models it makes of that."""
+"""Views of each adversary of each method, and the models it makes of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_factors_that_moved_betray_the_selection_by_hand() -> None:
 
 
 def test_the_server_reads_the_selection_off_an_update() -> None:
-    """What the client used changed; nobody but the server has what it received as well as what it sent."""
+    """The entries that the client used changed; nobody but the server has both of its messages."""
     method = WAFFLe(mlp(), **{**WAFFLE, "factors": {"fc1": 24}, "epochs": 4, "vi_lr_mult": 3000.0})
     run = tapped(method, rounds=3, memory=1)
     assert all("traces" not in VIEWS[name]().observe(run, 0, reference(run)) for name in VIEWS if name != "server")

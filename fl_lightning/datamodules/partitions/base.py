@@ -1,4 +1,4 @@
-"""What a partition is, and what every partition scheme must be: a pure function of (labels, settings, seed)."""
+"""Partitions, and the base of every partition scheme: a pure function of (labels, settings, seed)."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ClassTable:
         return self.order[flat], size.sum(axis=1)
 
     def deal(self, size: Counts) -> tuple[Rows, Counts]:
-        """As :meth:`segments`, every client taking up where the client before it stopped: no row is dealt twice."""
+        """Segments in which every client takes up where the one before it stopped: no row is dealt twice."""
         return self.segments(np.cumsum(size, axis=0) - size, size)
 
 

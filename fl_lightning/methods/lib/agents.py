@@ -23,7 +23,7 @@ WEIGHTS, DISTANCES = "weights", "distances"
 
 
 class AgentsOfInterest(FederatedModule, ABC):
-    """What Weight Erosion and WAFFLEAvg share: a model for one agent ("Alice"), or one for every agent in one run.
+    """Base of Weight Erosion and WAFFLEAvg: a model for one agent ("Alice"), or one for every agent in one run.
 
     A round trains all clients from the agent's model, measures d_i = ||y_i - y_agent|| over all trainable parameters in
     float64, and asks :meth:`weigh` for weights. The new model is the weighted mean of the clients' models. A method
@@ -85,13 +85,13 @@ class AgentsOfInterest(FederatedModule, ABC):
         return torch.ones(len(self.agents), self.clients_known, dtype=torch.bool)
 
     def combine(self, messages: Sequence[Message], weights: Sequence[float], before: State) -> State:
-        """What the server of one federation holds after a round, of what it held ``before``: the mean model."""
+        """State of one federation's server after a round, from its state ``before``: the mean model."""
         return self.mean(messages, weights, self.shared_names)
 
     # server: checkpoints
 
     def server_extras(self) -> dict[str, Any]:
-        """What the servers keep."""
+        """State of the servers."""
         return dict(self.memory)
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class AgentsOfInterest(FederatedModule, ABC):
             self.memory = {name: value for name, value in self.memory.items() if name not in self.of_the_run}
 
     def cohort(self, round: int) -> list[int]:
-        """Whoever may count, whatever share the DataModule samples, the agent of interest first."""
+        """All clients that may count, whatever share the DataModule samples, the agent of interest first."""
         clients = self.clients_known
         if self.everyone and not self._apart:
             return list(range(clients))
@@ -181,7 +181,7 @@ class AgentsOfInterest(FederatedModule, ABC):
         return next((len(value) for name, value in self.memory.items() if name.startswith(EACH)), 0)
 
     def _server_of(self, row: int) -> State:
-        """What a federation's own server holds; nothing while it is the same for all."""
+        """State of a federation's own server; empty while it is the same for all."""
         return {name.removeprefix(EACH): v[row] for name, v in self.memory.items() if name.startswith(EACH)}
 
     # server: a round
@@ -221,7 +221,7 @@ class AgentsOfInterest(FederatedModule, ABC):
         return {n: v.double().mean(0).to(v) if v.is_floating_point() else v.amax(0) for n, v in each.items()}
 
     def _messages_to(self, row: int, messages: list[Message]) -> list[Message]:
-        """What clients sent to one federation, under their own numbers."""
+        """Messages of clients to one federation, under their own numbers."""
         own = [m for m in messages if not self._apart or self._row(m.client) == row]
         return [Message(self.client_of(m.client), m.tensors, m.samples, m.loss) for m in own]
 

@@ -1,4 +1,4 @@
-"""What the methods with factorised layers share: a dictionary on the server, a selection at home."""
+"""Base of the methods with factorised layers: a dictionary on the server, a selection at home."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class FactorizedModule(FederatedModule, ABC):
 
     @abstractmethod
     def penalty(self, state: State, batch: Batch) -> Tensor:
-        """What the local objective adds to the loss for the selection, 0-dim."""
+        """Term that the local objective adds to the loss for the selection, 0-dim."""
 
     @abstractmethod
     def selection(self, own: State, rng: np.random.Generator) -> Tensor:

@@ -37,7 +37,7 @@ class Posterior(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """What one pass draws: standard normal, log uniform and logistic of shape (K, M), normal like the latents."""
+    """Noise of one pass: standard normal, log uniform and logistic of shape (K, M), normal like the latents."""
 
     score: Tensor
     log_u: Tensor

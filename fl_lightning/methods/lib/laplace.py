@@ -160,7 +160,7 @@ class DiagonalCurvature:
         return self.loss(output, target), inputs
 
     def _asked(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """What the net is called with: inputs, or a pair for a net that brings its own loss."""
+        """Arguments of the net: inputs, or a pair for a net that brings its own loss."""
         return (x, y) if isinstance(self.net.skeleton, LossNet) else x
 
     def _run(self, state: State, x: Tensor | tuple[Tensor, Tensor], zeros: State) -> tuple[Tensor, State]:
@@ -272,7 +272,7 @@ def _choose(index: Tensor, rng: np.random.Generator, samples: int) -> Tensor:
 def _noise(
     diagonal: DiagonalCurvature, stacked: State, rngs: Sequence[np.random.Generator], sizes: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """What one draw needs, one row per client, each from the client's own stream."""
+    """Noise for one draw, one row per client, each from the client's own stream."""
     if diagonal.kind == "fisher":
         return None
     if diagonal.kind == "ggn":

@@ -1,4 +1,4 @@
-"""What the normalisation layers of a model know of the data: mu, sigma, beta, gamma by layer and channel.
+"""Statistics of the data in the normalisation layers of a model: mu, sigma, beta, gamma by layer and channel.
 
 BatchNorm keeps mu and sigma in its buffers, so they travel inside a model. GroupNorm, LayerNorm and features without
 any normalisation have none: they are measured by a pass over samples, which only who owns the samples can make.
@@ -29,7 +29,7 @@ LayerStatistics = dict[str, State]
 
 
 def model_statistics(net: nn.Module, state: State) -> LayerStatistics:
-    """What a model itself says: beta and gamma of every normalisation layer, mu and sigma where buffers hold them.
+    """Statistics in a model itself: beta and gamma of every normalisation layer, mu and sigma where buffers hold them.
 
     Args:
         net: the network, for its layers.
@@ -118,7 +118,7 @@ def _watched(net: nn.Module, layers: Sequence[str], of: str, sums: dict[str, Ten
 
 
 def _values(passed: Any) -> Tensor:
-    """What a layer put out, without padding and whatever it returns beside it."""
+    """Output of a layer, without padding and without other values that it returns."""
     if isinstance(passed, PackedSequence):
         return passed.data
     if not isinstance(passed, tuple):
