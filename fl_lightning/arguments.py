@@ -156,7 +156,7 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if not issubclass(kind, Collection):
         return True
-    if kind is tuple and ... not in inner:  # of so many things
+    if kind is tuple and inner and ... not in inner:  # of so many things
         return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
     if isinstance(value, list | tuple) and inner:
         return all(fits(one, inner[0]) for one in value)
