@@ -198,12 +198,22 @@ def test_what_a_run_cannot_go_on_from(folder: Path) -> None:
     path = folder / "other.ckpt"
     good = torch.load(folder / "last.ckpt", weights_only=True)
     part = {name: value for name, value in good["fl_lightning"].items() if name != "clients"}
+    forgotten = {**good["fl_lightning"]["clients"], "private": {}}
     cases: list[tuple[Any, str]] = [
         ({n: v for n, v in good.items() if n not in checkpoints.NEEDED}, "holds a model alone .*save_weights_only"),
         ({"w": torch.ones(3)}, "is not a checkpoint of a Trainer"),
         (torch.ones(3), "is not a checkpoint of a Trainer"),
         ({**good, "fl_lightning": part}, "lacks what fl_lightning keeps of a run.*'clients'"),
         ({**good, "fl_lightning": {**good["fl_lightning"], "bytes": 3}}, "has it in another form"),
+        (
+            {**good, "fl_lightning": {**good["fl_lightning"], "rounds": 10**6}},
+            "has it in another form .*1000000 rounds",
+        ),
+        ({**good, "fl_lightning": {**good["fl_lightning"], "rounds": "a"}}, "rounds is not a whole number"),
+        ({**good, "fl_lightning": {**good["fl_lightning"], "clients": forgotten}}, "not the same clients"),
+        ({**good, "loops": 3}, "its loops is of type int, not dict"),
+        ({**good, "loops": {}}, "does not say where a fit was"),
+        ({n: v for n, v in good.items() if n != "lr_schedulers"}, "holds a model alone"),
     ]
     for content, sentence in cases:
         torch.save(content, path)

@@ -49,6 +49,16 @@ def test_a_client_that_is_not_finite_is_left_out_and_named() -> None:
     assert largest_difference(weights(method), weights(three)) < 1e-15
 
 
+def test_a_run_that_diverges_says_so_once() -> None:
+    """A loss that is large because of a net's own loss, or of what is predicted, says nothing."""
+    with pytest.warns(UserWarning, match="mean training loss of round 0 is .*the run diverges, lower") as told:
+        fit(FedAvg(mlp(), lr=10.0, engine="stacked"), blobs(), rounds=3)
+    assert sum("diverges" in str(one.message) for one in told) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*diverges.*")
+        fit(FedAvg(mlp(), lr=0.1, engine="stacked"), blobs(), rounds=1)
+
+
 def test_private_state_that_is_not_finite_is_not_kept() -> None:
     data = blobs()
     data.federation.inputs[data.federation.train[2]] = math.inf
