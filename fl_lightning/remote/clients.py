@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ from fl_lightning.exchange import Scores
 from fl_lightning.federation import Federation, Split
 from fl_lightning.parties import Introduction, Messages, Returned, Setting
 from fl_lightning.remote.envelope import checksum, seal
-from fl_lightning.remote.members import Members, read
+from fl_lightning.remote.members import Members, listed, read
 from fl_lightning.remote.run import RunConfiguration
 from fl_lightning.remote.sites import EVALUATE, TELL, TRAIN, WORK, scores_of
+from fl_lightning.remote.store import is_version
 from fl_lightning.remote.transport import Transport
 from fl_lightning.snapshots import ClientSnapshot
 from fl_lightning.wire import Message, State
@@ -179,7 +181,7 @@ class RemoteClients:
                 self._ahead[number] = (asked[number], *self._trained(number, one, tensors))
         if not found:
             return Scores(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0), {})
-        return Scores.joined(sorted(found, key=lambda scores: int(scores.clients)))
+        return Scores.joined(sorted(_alike(found), key=lambda scores: int(scores.clients)))
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
         """Reports of the clients that are present."""
@@ -241,7 +243,7 @@ class RemoteClients:
             for node, reply in self.transport.post(requests, self.patience):
                 client = at[node]
                 try:
-                    answers = list(self._answers(client, reply, {key: len(jobs[key]) for key in own[client]}))
+                    answers = list(self._answers(client, reply, {key: jobs[key] for key in own[client]}))
                 except FederationError as error:
                     reasons[client] = str(error)
                     continue
@@ -262,28 +264,28 @@ class RemoteClients:
         header = {"kind": WORK, "run": self.run.fingerprint, "jobs": jobs, "oldest": oldest}
         return seal(header, {str(place): part for place, part in enumerate(parts)})
 
-    def _answers(self, client: int, reply: bytes | str, asked: Mapping[int, int]) -> Iterator[Answer]:
+    def _answers(self, client: int, reply: bytes | str, asked: Mapping[int, list[dict[str, Any]]]) -> Iterator[Answer]:
         """The parts of a client's reply, or a sentence on what is wrong with it.
 
         Args:
             client: the client.
             reply: what its node sent.
-            asked: how many jobs there were, by key.
+            asked: the jobs by key.
         """
         header, parts = read(reply)
         if header.get("client") != client:
             raise FederationError(f"it answered as client {header.get('client')!r}.")
         replies = header.get("replies")
-        if type(replies) is not list or len(replies) != sum(asked.values()):
+        if type(replies) is not list or len(replies) != sum(map(len, asked.values())):
             raise FederationError("it did not answer what it was asked.")
         place = 0
-        for key, number in asked.items():
-            places = range(place, place + number)
+        for key, jobs in asked.items():
+            places = range(place, place + len(jobs))
             said, sent = [replies[i] for i in places], [parts.get(str(i), {}) for i in places]
-            for one, tensors in zip(said, sent, strict=True):
-                _check_reply(one, tensors)
+            for job, one, tensors in zip(jobs, said, sent, strict=True):
+                _check_reply(job, one, tensors)
             yield key, said, sent
-            place += number
+            place += len(jobs)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
@@ -303,22 +305,37 @@ class RemoteClients:
         self.method.snapshots.load_state_dict(state)
 
 
-def _check_reply(said: Any, sent: State) -> None:
+def _check_reply(job: Mapping[str, Any], said: Any, sent: State) -> None:
     """Refuse a reply that is not of the form; what is in a message is checked where it is aggregated."""
-    fits = type(said) is dict
-    if fits and "scored" in said:
-        fits = not said["scored"] or all(
-            name in sent and sent[name].numel() == 1 and sent[name].is_floating_point() | (name == "total")
-            for name in ("loss", "total")
-        )
-    if fits and "counts" in said:
-        counters = said.get("counters")
-        fits = type(said.get("samples")) is int and type(said.get("loss")) in (int, float)
-        fits &= said.get("version") is None or (
-            type(counters) is list and len(counters) == 3 and all(type(one) is int for one in counters)
-        )
-    if not fits:
+    if type(said) is not dict or not _FORMS[job["kind"]](said, sent):
         raise FederationError("its answer is not of the form that was asked for.")
+
+
+def _is_training(said: dict[str, Any], sent: State) -> bool:
+    version, counters = said.get("version"), said.get("counters")
+    kept = type(counters) is list and len(counters) == 3 and all(type(one) is int for one in counters)
+    known = version is None or (type(version) is str and is_version(version) and kept)
+    flags = all(type(said.get(name)) is bool for name in ("counts", "sound"))
+    return known and flags and type(said.get("samples")) is int and type(said.get("loss")) in (int, float)
+
+
+def _is_evaluation(said: dict[str, Any], sent: State) -> bool:
+    if said.get("scored") is not True:
+        return said.get("scored") is False
+    return {"loss", "total"} <= sent.keys() and all(value.shape == (1,) for value in sent.values())
+
+
+_FORMS = {TRAIN: _is_training, EVALUATE: _is_evaluation, TELL: lambda said, sent: True}
+
+
+def _alike(found: list[Scores]) -> list[Scores]:
+    """The scores with the metrics that most clients told; others are left out and named."""
+    layouts = [tuple(sorted((name, value.dtype) for name, value in one.metrics.items())) for one in found]
+    ((common, _),) = Counter(layouts).most_common(1)
+    strange = [int(one.clients) for one, layout in zip(found, layouts, strict=True) if layout != common]
+    if strange:
+        rank_zero_warn(f"Left out the scores of clients {listed(strange)}, which have other metrics than most.")
+    return [one for one, layout in zip(found, layouts, strict=True) if layout == common]
 
 
 def _rounds(version: str) -> int:

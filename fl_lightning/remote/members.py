@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from fl_lightning import signals
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
+from fl_lightning.message_checks import layout_of
 from fl_lightning.parties import Introduction
 from fl_lightning.remote.data import blank, dtype_named
 from fl_lightning.remote.envelope import Envelope, seal, unseal
@@ -107,7 +108,7 @@ class Members:
         """Bind a node to the client it says it is, or leave it out, saying why."""
         try:
             told = read(reply)
-            self._check(told.header, present)
+            self._check(told, present)
         except FederationError as error:
             self._refuse(node, str(error))
             return
@@ -126,8 +127,9 @@ class Members:
         for _ in self.transport.post({node: note}, min(JOINING, self.patience)):
             pass
 
-    def _check(self, header: dict[str, Any], present: set[str]) -> None:
+    def _check(self, told: Envelope, present: set[str]) -> None:
         """Say in a sentence why a node that introduces itself is not let in."""
+        header = told.header
         client = header.get("client")
         if type(client) is not int or not 0 <= client < self.places:
             raise FederationError(
@@ -141,12 +143,15 @@ class Members:
         if self.nodes.get(client) in present:
             raise FederationError(f"client {client} is there already, on node {self.nodes[client]}.")
         _check_form(header)
-        for other, told in self.told.items():
-            different = [name for name in COMMON if header[name] != told.header[name]]
+        layout = layout_of(told.parts.get("told", {}))
+        for other, known in self.told.items():
+            different = [name for name in COMMON if header[name] != known.header[name]]
+            if other != client and layout != layout_of(known.parts.get("told", {})):
+                raise FederationError(f"it tells other entries on joining than client {other}.")
             if different and other != client:
                 name = different[0]
                 raise FederationError(
-                    f"its data differs from that of client {other}: {name} {header[name]}, not {told.header[name]}."
+                    f"its data differs from that of client {other}: {name} {header[name]}, not {known.header[name]}."
                 )
         before = self.told.get(client)
         if before is not None and before.header["samples"] != header["samples"]:

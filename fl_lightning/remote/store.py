@@ -19,6 +19,16 @@ RANDOM, CHECKSUM = 8, 32
 _VERSION = re.compile(rf"\d+-[0-9a-f]{{{2 * RANDOM}}}")
 
 
+def is_version(name: str) -> bool:
+    """Whether a text is the name of a version.
+
+    Example:
+        >>> is_version("3-0123456789abcdef"), is_version("../3-0123456789abcdef")
+        (True, False)
+    """
+    return _VERSION.fullmatch(name) is not None
+
+
 class PrivateStore:
     """Versions of a client's private entries in a folder that only the site's user can read.
 
@@ -56,7 +66,7 @@ class PrivateStore:
 
     def load(self, number: int, version: str) -> ClientSnapshot:
         """The version that the server counts on."""
-        if not _VERSION.fullmatch(version):
+        if not is_version(version):
             raise FederationError(f"{version!r} is no version of what a client keeps.")
         path = self._path(number, version)
         try:

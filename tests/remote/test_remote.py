@@ -264,6 +264,61 @@ def test_a_wrong_reply_is_left_out_and_named(wrong: Any, said: str, tmp_path: Pa
     assert server.state_dict()["net.fc1.weight"].isfinite().all()
 
 
+def version(header: Any, parts: Any) -> None:
+    header["replies"][0]["version"] = "../../x"
+
+
+def flag(header: Any, parts: Any) -> None:
+    header["replies"][0]["sound"] = "yes"
+
+
+@pytest.mark.parametrize("wrong", [version, flag, no_counters])
+def test_a_reply_of_another_form_is_left_out_in_every_round(wrong: Any, tmp_path: Path) -> None:
+    def meddle(node: str, request: bytes, reply: bytes) -> bytes:
+        jobs = unseal(request).header.get("jobs")
+        return changed(reply, wrong) if node == "node-1" and jobs and jobs[0]["kind"] == "train" else reply
+
+    server = made()
+    with pytest.warns(UserWarning, match="client 1.*not of the form"):
+        serve(server, transport(tmp_path, meddle=meddle), CLIENTS, rounds=2, least=2)
+    assert server.state_dict()["net.fc1.weight"].isfinite().all()
+
+
+def other_metrics(header: Any, parts: Any) -> None:
+    parts["0"]["metric.more"] = torch.ones(1)
+
+
+def long_scores(header: Any, parts: Any) -> None:
+    parts["0"]["loss"] = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [(other_metrics, "other metrics than most"), (long_scores, "not of the form")]
+)
+def test_wrong_scores_are_left_out(wrong: Any, said: str, tmp_path: Path) -> None:
+    def meddle(node: str, request: bytes, reply: bytes) -> bytes:
+        jobs = unseal(request).header.get("jobs")
+        return changed(reply, wrong) if node == "node-1" and jobs and jobs[0]["kind"] == "evaluate" else reply
+
+    server = made()
+    with pytest.warns(UserWarning, match=said):
+        serve(server, transport(tmp_path, meddle=meddle), CLIENTS, rounds=1, least=2)
+    assert server.evaluator.scores["test"].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("told", [99, -1, float("nan")])
+def test_a_cluster_that_there_is_not_is_no_choice(told: float, tmp_path: Path) -> None:
+    def meddle(node: str, request: bytes, reply: bytes) -> bytes:
+        jobs = unseal(request).header.get("jobs")
+        hostile = node == "node-1" and jobs and jobs[0]["kind"] == "tell"
+        return changed(reply, lambda header, parts: parts["0"].update(cluster=torch.tensor(told))) if hostile else reply
+
+    server = made(methods.IFCA, clusters=2)
+    sites = transport(tmp_path, methods.IFCA, meddle, clusters=2)
+    serve(server, sites, CLIENTS, rounds=1)
+    assert server.assignment()[1] in (0, 1)
+
+
 def test_a_client_that_is_needed_and_never_answers_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     def meddle(node: str, request: bytes, reply: bytes) -> bytes | str:
         return "its ClientApp crashed" if node == "node-2" and "jobs" in unseal(request).header else reply

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning import arguments, seeding
 from fl_lightning.engine import entries
@@ -183,9 +183,12 @@ class ChosenClusters(ClusterModels):
         known = {client: self.knows(client) for client in clients}
         unknown = {client: self.evaluation_down(client) for client, cluster in known.items() if cluster is None}
         told = self.exchange.tell(self.setting(EVALUATION), unknown) if unknown else {}
-        # One that is absent does not answer; it is sent nothing either.
-        chosen = {client: int(said[CHOICE]) for client, said in told.items()}
+        # One that is absent, or tells no cluster, is sent nothing either.
+        chosen = {client: int(said[CHOICE]) for client, said in told.items() if self._is_choice(said.get(CHOICE))}
         return {client: chosen.get(client, 0) if q is None else q for client, q in known.items()}
+
+    def _is_choice(self, told: Tensor | None) -> bool:
+        return told is not None and told.numel() == 1 and 0 <= float(told) < self.clusters
 
 
 def balanced(rng: np.random.Generator, clients: int, clusters: int) -> list[int]:
