@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import gc
 import importlib
 import os
 import sys
@@ -98,6 +100,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command; what the user can put right ends in one sentence and exit code 2, Ctrl-C in one and 130."""
+    if argv is None:  # the last thing that happens: looking for cycles among all objects would take seconds
+        atexit.register(gc.freeze)
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
