@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 # worker, so that what they share is made once.
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help venv demo federation test test-quick test-slow test-all test-oldest lint docs pictures clean
+.PHONY: help venv demo federation test test-quick test-slow test-all test-oldest lint docs pictures notebooks clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
@@ -56,6 +56,9 @@ docs: $(READY)  ## build the documentation into site/, no network needed
 
 pictures: $(READY)  ## draw the pictures of docs/ and the table of README.md again; needs MNIST, and Chromium for screenshots
 	PYTHONPATH=. $(BIN)/python docs/draw.py
+
+notebooks: $(READY)  ## make notebooks/ from examples/notebooks again
+	$(BIN)/python docs/notebooks.py
 
 clean:  ## remove what was made, data excepted
 	rm -rf .venv $(OLDEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks

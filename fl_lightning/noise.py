@@ -13,7 +13,7 @@ WARNINGS = (
     r".*treespec, LeafSpec",  # Lightning 2.6 with newer torch
     r".*The number of training batches \(1\) is smaller than the logging interval",
 )
-_ADVERT = re.compile(r"^💡|override existing callbacks passed to Trainer: \w*ProgressBar$")
+_ADVERT = re.compile(r"^💡|override existing callbacks passed to Trainer: (\w*ProgressBar|SignalsCallback)$")
 
 
 class _NoAdverts(logging.Filter):

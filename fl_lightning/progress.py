@@ -233,7 +233,7 @@ def _steps(module: Any) -> int:
 
 
 def federated_progress_bar(bar: ProgressBar | None) -> ProgressBar | None:
-    """The federated bar to put in the place of one of Lightning's own, with the same settings.
+    """The federated bar that replaces one of Lightning's own, with the same settings.
 
     Args:
         bar: the Trainer's progress bar; None if it has none.

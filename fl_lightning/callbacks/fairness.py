@@ -47,7 +47,7 @@ class FairnessCallback(Several):
     ``local_worse``, the share of clients that had better stayed alone. Clients that were not evaluated, as with
     ``limit_val_batches``, are left out.
 
-    A task with another headline metric has that in the place of accuracy, such as ``rmse_majority``. Gap and gain are
+    A task with another headline metric has that instead of accuracy, such as ``rmse_majority``. Gap and gain are
     greater than 0 where the majority, or the federation, fares better, also where less is better; the variance of a
     metric that is no share is in its units squared, and is not corrected.
 

@@ -17,7 +17,7 @@ class SecureAggregationCallback(FederatedCallback):
     """Lets the server see the weighted mean of a stage's messages, and no message.
 
     Clients write their weighted values as whole numbers and put masks on them that cancel in the sum
-    (:mod:`fl_lightning.privacy.secure`); the method then finds the decoded mean in the place of every message, so that
+    (:mod:`fl_lightning.privacy.secure`); the method then finds the decoded mean instead of every message, so that
     it cannot use more. For methods whose server needs nothing else and whose weights do not depend on the data. Means
     differ from those without it by less than 2^-32; whole numbers (``num_batches_tracked``) become rounded means.
 

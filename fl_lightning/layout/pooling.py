@@ -1,7 +1,7 @@
 """Max and mean pooling of a stack's clients in one call.
 
 PyTorch's kernels are vectorised for images with the channels innermost. Pooling takes channels and samples alike, one
-by one: with the batch in the place of the channels, images whose batch lies innermost are such images, too.
+by one: with the batch instead of the channels, images whose batch lies innermost are such images, too.
 """
 
 from __future__ import annotations

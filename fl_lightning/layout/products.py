@@ -5,7 +5,7 @@ row of the kernel to the next the same columns are only read from another line o
 where a matrix begins: a kernel of 5 x 5 copies five images' worth of pixels, not twenty-five, and makes five products.
 
 The three functions are operators of their own (``torch.ops.fl_lightning``), so that a captured step sees one operation
-that writes to nothing in the place of dozens that do.
+that writes to nothing instead of dozens that do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fed-GN: FedAvg with GroupNorm in the place of BatchNorm."""
+"""Fed-GN: FedAvg with GroupNorm instead of BatchNorm."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def replace_modules(net: nn.Module, make: Callable[[nn.Module], nn.Module | None
 
     Args:
         net: the network, a copy that may be changed.
-        make: the module to put in the place of another; None leaves it.
+        make: the replacement of a module; None leaves it.
 
     Returns:
         The same network, or a new module if ``net`` itself is replaced.
@@ -48,7 +48,7 @@ def group_count(channels: int, groups: int = 32) -> int:
 
 
 def group_norm(net: Net, groups: int = 32) -> Net:
-    """A copy of ``net`` with GroupNorm in the place of every BatchNorm; scale, shift and eps are taken over.
+    """A copy of ``net`` with GroupNorm instead of every BatchNorm; scale, shift and eps are taken over.
 
     A sample's output then does not depend on the rest of its batch, and the net has no running statistics.
 

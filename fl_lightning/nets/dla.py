@@ -118,7 +118,7 @@ class DLA(_DLA):
 
 
 class DLASimple(_DLA):
-    """``dla_simple``: binary trees in the place of DLA's, 15,142,970 parameters.
+    """``dla_simple``: binary trees instead of DLA's, 15,142,970 parameters.
 
     Args:
         in_channels: channels of the images, which are 32x32.

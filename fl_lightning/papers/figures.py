@@ -29,7 +29,7 @@ def curves(runs: Mapping[str, Runs], path: Path, title: str, name: str, best: bo
         path: where the picture goes.
         title: its title.
         name: which accuracy.
-        best: whether each seed's best accuracy up to a round is drawn in the place of that round's own.
+        best: whether each seed's best accuracy up to a round is drawn instead of that round's own.
     """
     _by_round(runs, name, path, title, f"best {WORDS[name]} so far" if best else WORDS[name], best)
 

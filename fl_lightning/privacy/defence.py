@@ -80,7 +80,7 @@ def seeded_normal(rng: np.random.Generator) -> Normal:
 def central_std(noise_multiplier: float, bound: float, messages: Sequence[Message], weighting: Weighting) -> float:
     """Noise for each message such that their weighted mean has the noise that hides any one client.
 
-    With nothing (0) in the place of the update of a client of weight p, weights being public, the mean moves by
+    With nothing (0) instead of the update of a client of weight p, weights being public, the mean moves by
     p * bound at most, so its noise must have the standard deviation noise_multiplier * bound * max(p). Independent
     noise of standard deviation s on every message gives the mean s * sqrt(sum p^2). Put on the messages, the noise
     reaches whatever a method makes of them.

@@ -2,7 +2,7 @@
 
 Values are written as whole numbers modulo 2^64, in steps of 2^-32. Every client adds to its own the masks that it has
 in common with its neighbours in a ring, one of the two with a minus sign, so that each message is uniformly random and
-the masks of all of them cancel (Bell et al., 2020, for neighbours in the place of all pairs). Clients that drop out,
+the masks of all of them cancel (Bell et al., 2020, for neighbours instead of all pairs). Clients that drop out,
 whose masks a real protocol restores, and the agreement on keys are not simulated.
 """
 
