@@ -150,7 +150,7 @@ def populations(experiments: Sequence[Experiment]) -> Sheet | None:
         mean, _, variance = _judged(measure, len(measures) > 1)
         columns.append(mean._replace(heading=mean.heading.replace("mean", "all")))
         columns += [mean._replace(heading=f"{name}{measure.unit}", of=_population(name, measure)) for name in names]
-        columns += [mean._replace(heading="gap", of=_scored("gap", measure), better=-1), variance]
+        columns += [mean._replace(heading=f"gap{measure.unit}", of=_scored("gap", measure), better=-1), variance]
     return _sheet("Sub-populations", experiments, columns)
 
 

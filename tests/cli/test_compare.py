@@ -89,7 +89,7 @@ def test_numbers_are_those_of_the_last_round(make: Maker) -> None:
     assert sheet.best == {}, "one seed makes no winner"
     groups = populations(experiments)
     assert groups is not None
-    assert groups.columns == ["run", "all %", "majority %", "minority %", "gap", "variance (%²)"]
+    assert groups.columns == ["run", "all %", "majority %", "minority %", "gap %", "variance (%²)"]
     assert groups.rows[0][1:5] == ["80.00", "86.67", "60.00", "26.67"]
 
 
