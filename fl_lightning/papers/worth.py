@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,24 +81,18 @@ def page(records: Records, picture: str) -> str:
 
 
 def advice(mean: Mapping[Setting, Scores]) -> list[str]:
-    """One sentence for every number of samples: how often federation pays, by how much, and by which methods."""
-    lines = []
-    for dataset in dict.fromkeys(setting.dataset for setting in mean):
-        for samples in sorted({setting.samples for setting in mean if setting.dataset == dataset}):
-            places = [of for at, of in mean.items() if (at.dataset, at.samples) == (dataset, samples)]
-            lines.append(f"- {name_of(dataset)}, about {samples} training samples a client: {_pays(places)}.")
-    return lines
+    """One sentence for every kind of clients: what federation is worth by samples, and which methods lead."""
+    kinds = dict.fromkeys(setting[:3] for setting in mean)
+    return [f"- {_pays({at: of for at, of in mean.items() if at[:3] == kind})}." for kind in kinds]
 
 
-def _pays(places: Sequence[Scores]) -> str:
-    gains = [best(of)[1] for of in places]
-    won = Counter(method for of in places for method in _leaders(of))
-    ahead = sum(gain > LEVEL for gain in gains)
+def _pays(places: Mapping[Setting, Scores]) -> str:
+    first = next(iter(places))
+    who = f"{name_of(first.dataset)}, {first.classes} classes, {name_of(first.partition)}"
+    gains = [f"{best(of)[1]:+.1f} with {at.samples}" for at, of in sorted(places.items())]
+    won = Counter(method for of in places.values() for method in _leaders(of))
     names = ", ".join(f"{name_of(method)} ({count})" for method, count in won.most_common())
-    often = f"federation is ahead of Local in {ahead} of {len(places)} settings"
-    return (
-        f"{often}, by {statistics.fmean(gains):+.1f} points on average over all; best or level with the best: {names}"
-    )
+    return f"{who}: {', '.join(gains)} training samples; best or level with the best: {names}"
 
 
 def _leaders(of: Scores) -> list[str]:

@@ -63,14 +63,16 @@ def test_a_setting_counts_once_all_of_its_methods_were_run() -> None:
     assert worst[Setting("mnist", "alike", 2, 20)]["apfl"] == 82.5
 
 
-def test_advice_counts_who_is_ahead() -> None:
+def test_advice_says_what_federation_is_worth_and_who_leads() -> None:
     other = {**SCORES, "local": 92.4, "fedper": 60.0}
-    found = {Setting("mnist", "alike", 2, 20): SCORES, Setting("mnist", "alike", 5, 20): other}
-    (line,) = advice(found)
-    assert line == (
-        "- MNIST, about 20 training samples a client: federation is ahead of Local in 1 of 2 settings, by +1.3 points "
-        "on average over all; best or level with the best: APFL (2), FedPer (1), Local, no federation (1)."
+    kinds = {Setting("mnist", "alike", 2, 60): other, Setting("mnist", "alike", 2, 20): SCORES}
+    apart = {Setting("mnist", "modes", 2, 20): SCORES}
+    first, second = advice(kinds | apart)
+    assert first == (
+        "- MNIST, 2 classes, one population: +2.5 with 20, +0.1 with 60 training samples; best or level with the best: "
+        "APFL (2), Local, no federation (1), FedPer (1)."
     )
+    assert second.startswith("- MNIST, 2 classes, two populations: +2.5 with 20 training samples; best or level")
 
 
 def test_runs_on_the_digits_make_the_page_and_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
