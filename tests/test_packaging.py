@@ -175,9 +175,9 @@ def test_workflows_call_targets_that_there_are() -> None:
 
 
 def test_a_version_that_is_not_declared_is_refused_in_a_sentence() -> None:
-    check_requirements(["numpy>=1.26", "nosuchpackage>=3", "torch>=99; extra == 'gpu'"])
+    check_requirements(["numpy>=2.0", "nosuchpackage>=3", "torch>=99; extra == 'gpu'"])
     with pytest.raises(ImportError, match=r"works with torch>=99, but torch [\d.+a-z]+ is installed: pip install"):
-        check_requirements(["numpy>=1.26", "torch>=99"])
+        check_requirements(["numpy>=2.0", "torch>=99"])
 
 
 def test_classes_can_be_imported_from_the_package_itself() -> None:
