@@ -142,7 +142,9 @@ def draw(records: Records, path: Path) -> Path:
             rows = sorted({setting[1:3] for setting in mine})
             columns = sorted({setting.samples for setting in mine})
             grid = [[mine.get(Setting(dataset, *row, column)) for column in columns] for row in rows]
-            named = [[None if one is None else (name_of(one[0]), one[1]) for one in line] for line in grid]
+            named = [
+                [None if one is None else (name_of(one[0]).replace("`", ""), one[1]) for one in line] for line in grid
+            ]
             said = [f"{classes} classes, {name_of(partition)}" for partition, classes in rows]
             panels[f"{name_of(dataset)}, {title}"] = (said, [str(column) for column in columns], named)
     return pays(panels, path)
