@@ -124,8 +124,8 @@ def in_range(direction: Tensor, low: Tensor, high: Tensor, error: float = 0.0) -
     for signed in (direction.double(), -direction.double()):
         limits = torch.where(signed > 0, high.double(), low.double()) / signed
         limits = limits.masked_fill(signed.abs() < torch.maximum(ROUNDING * signed.abs().max(), off), torch.inf)
-        ends = limits <= limits.min() * (1 + 10 * ROUNDING + 2 * off / signed.abs())
-        if bool(limits.min() > 0):
+        ends = limits.isfinite() & (limits <= limits.min() * (1 + 10 * ROUNDING + 2 * off / signed.abs()))
+        if bool(limits.min() > 0) and bool(ends.any()):
             found.append((int(ends.sum()), signed * limits[ends].mean()))
     found.sort(key=lambda one: -one[0])
     return torch.stack([image for _, image in found]).to(direction.dtype) if found else direction[None]

@@ -185,9 +185,9 @@ def test_tables_that_do_not_fit(change: dict[str, Any], options: dict[str, Any],
         (lambda p: Table(file(p, "x.csv", f"{HEAD}a,1,f\na,2,\n"), "site", "days"), r"Column age .* has gaps"),
         (lambda p: Table(file(p, "x.csv", f"{HEAD},1,2\na,2,3\n"), "site", "days"), r"Some samples have no client"),
         (lambda p: FromFrame(columns(), client="site", target=[]), r"no columns to predict: name some as target"),
-        (lambda p: FromFrame(columns(), client="site", target=None), r"target must be a list of names"),  # type: ignore[arg-type]
+        (lambda p: FromFrame(columns(), client="site", target=None), r"target must be a text or a list"),  # type: ignore[arg-type]
         (lambda p: FromFrame(columns(), client="site", target="site"), r"site says whose a row is"),
-        (lambda p: FromFrame(columns(), "site", "days", features="age"), r"features must be a list of names"),
+        (lambda p: FromFrame(columns(), "site", "days", features="age"), r"features must be a list"),
         (lambda p: FromFrame(columns(), "site", "days", features=["age", "age"]), r"features names age twice"),
         (lambda p: FromFrame(columns(), "site", "days", partition=IID(3)), r"by their clients or by IID, not both"),
         (lambda p: FromArrays(np.ones((4, 2)), [0, 1] * 2, clients=np.ones((4, 2))), r"clients must be one column"),

@@ -258,7 +258,7 @@ def test_options_that_cannot_be_meant(options: dict[str, Any], sentence: str) ->
         (lambda: SGD(1.0), r"momentum must lie in \[0, 1\)"),
         (lambda: Adam((0.9, 1.0)), r"betas must be two numbers in \[0, 1\)"),
         (lambda: Adam(eps=-1), r"Adam needs eps to be 0 or more"),
-        (lambda: RMSprop(weight_decay=float("nan")), r"RMSprop needs weight_decay to be 0 or more"),
+        (lambda: RMSprop(weight_decay=float("nan")), r"weight_decay must be a number, not nan"),
     ],
 )
 def test_options_out_of_range(make: Any, sentence: str) -> None:
