@@ -143,8 +143,8 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, one) for one in inner)
     if hint in (None, type(None)):
         return value is None
-    if origin is Literal:
-        return isinstance(value, str | int) and value in inner
+    if origin is Literal:  # of one word alone the class says why there is no other
+        return isinstance(value, str | int) and (value in inner or len(inner) == 1)
     if hint in PLAIN:
         return PLAIN[hint](value)
     kind = origin or hint

@@ -58,7 +58,7 @@ def alive(numbers):
     for number in numbers:
         try:
             state = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            if state != "Z" and b"fl_lightning" in Path(f"/proc/{number}/cmdline").read_bytes():
+            if state != "Z" and b"fl_lightning.flower" in Path(f"/proc/{number}/cmdline").read_bytes():
                 running.add(number)
         except OSError:
             pass

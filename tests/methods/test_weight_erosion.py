@@ -298,7 +298,7 @@ def test_what_crosses_is_the_model() -> None:
         ({"agent_of_interest": "alice"}, "agent_of_interest must be a client's number or all, not 'alice'"),
         ({"agent_of_interest": -1}, "must be a client's number"),
         ({"distance_penalty": -1.0}, "distance_penalty must be 0 or more"),
-        ({"size_penalty": float("nan")}, "size_penalty must be 0 or more"),
+        ({"size_penalty": float("nan")}, "size_penalty must be a number, not nan"),
         ({"weighting": "samples"}, "WeightErosion weighs clients by distance"),
         ({"agent_of_interest": "all", "server_optimizer": torch.optim.SGD}, "leave server_optimizer out"),
     ],
