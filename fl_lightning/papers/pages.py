@@ -111,8 +111,7 @@ def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
     for title, key in (("What is assumed", "assumptions"), ("How settings were chosen", "chosen")):
         if key in plan:
             parts += [f"## {title}\n", *(f"- {text}" for text in plan[key]), ""]
-    if plan.get("published", True):
-        parts += ["## Not measured\n", _missing(records, plan, layouts)]
+    parts += ["## Not measured\n", _missing(records, plan, layouts)]
     return "\n".join([*parts, "## Runs\n", _runs(records, layouts)])
 
 
@@ -267,7 +266,9 @@ def _missing(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
     known: set[str] = set()
     rows = [row for one in layouts if not one.plan.get("larger") for row in _left_of(records, one, left, known)]
     head = ["table", "data", "methods", "cells", "runs", "hours of a core, one seed"]
-    parts = [markdown(head, rows, left=3)] if rows else ["Every published value was measured.\n"]
+    parts = [markdown(head, rows, left=3)] if rows else []
+    if plan.get("published", True) and not rows:
+        parts.append("Every published value was measured.\n")
     others = list(_others(records, layouts, known))
     if others:
         parts += [said["others"], markdown([*head[:3], *head[4:]], others, left=3)]
