@@ -158,7 +158,7 @@ def scored(outputs: Iterable[ClientOutput], device: torch.device, task: Task) ->
     """Losses and metrics of clients out of their models' outputs, each client whole."""
     rows, found, targets = zip(*outputs, strict=True)
     clients, total = torch.tensor(rows, device=device), torch.tensor([len(t) for t in targets], device=device)
-    per_client = PerClient(task.metrics(task.channels(found[0])), len(rows))
+    per_client = PerClient(task.known_metrics(task.channels(found[0])), len(rows))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as that a client has no sample of some class
         per_client.update(range(len(rows)), [task.scores(output) for output in found], targets)
@@ -226,7 +226,7 @@ class Evaluator:
         """Metrics to log: mean, spread and worst tenth over clients; the server's models on the global test set."""
         task, logs = module.task, dict[str, Tensor]()
         self.scores[split] = self.known(task.headline).clone()
-        metrics = task.metrics(2)
+        metrics = task.known_metrics(2)
         for name, values in self.collected.items():
             if name == "loss":
                 continue
@@ -251,7 +251,7 @@ class Evaluator:
         found: PerClient | None = None
         for part, x in zip(torch.split(index, samples), ready(samples), strict=True):
             output = scores_of(module, state, x)
-            found = PerClient(task.metrics(task.channels(output)), 1) if found is None else found
+            found = PerClient(task.known_metrics(task.channels(output)), 1) if found is None else found
             found.update([0], [task.scores(output)], [federation.targets[part]])
         assert found is not None
         return {name: value[0] for name, value in found.compute().items()}

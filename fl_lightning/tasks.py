@@ -91,10 +91,17 @@ class Task(NamedArguments, ABC):
             target: targets, at least of these samples, shape (n, ...).
         """
 
+    def known_metrics(self, outputs: int) -> Mapping[str, Metric]:
+        """The metrics, made once, as nothing is collected in them: what collects copies them."""
+        known: dict[int, Mapping[str, Metric]] = self.__dict__.setdefault("_known", {})
+        if outputs not in known:
+            known[outputs] = self.metrics(outputs)
+        return known[outputs]
+
     @property
     def higher_is_better(self) -> bool:
         """Whether a greater value of the headline metric is a better one."""
-        metric = self.metrics(2)[self.headline]
+        metric = self.known_metrics(2)[self.headline]
         if metric.higher_is_better is None:
             raise FederationError(
                 f"The metric {self.headline} does not say whether more of it is better: let {type(self).__name__} "
@@ -105,7 +112,7 @@ class Task(NamedArguments, ABC):
     @property
     def measure(self) -> Measure:
         """The headline metric, for whoever prints it or asks how evenly clients are served."""
-        metric = self.metrics(2)[self.headline]
+        metric = self.known_metrics(2)[self.headline]
         share = (metric.plot_lower_bound, metric.plot_upper_bound) == (0.0, 1.0)
         return Measure(self.headline, self.higher_is_better, share)
 
