@@ -53,15 +53,16 @@ def one(pid, name):
 
 
 def alive(numbers):
-    """Which of some processes of Flower still run."""
+    """Which of some processes of Flower still run; worker processes of other tests are not counted."""
     running = set()
     for number in numbers:
         try:
             state = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            if state != "Z" and b"fl_lightning.flower" in Path(f"/proc/{number}/cmdline").read_bytes():
-                running.add(number)
+            line = Path(f"/proc/{number}/cmdline").read_bytes()
         except OSError:
-            pass
+            continue
+        if state != "Z" and b"fl_lightning" in line and b"multiprocessing" not in line:
+            running.add(number)
     return running
 
 
