@@ -25,6 +25,8 @@ PAUSE, LONGEST_PAUSE = 1.0, 30.0
 LOOK = 2.0
 #: The command with which Flower starts apps.
 STARTER = "flower-superexec"
+#: What its parent writes when it is there.
+STARTS = "Starting Flower SuperExec"
 #: Lines that say only that a request was answered.
 _ROUTINE = ('" 200', "HTTP Request: ")
 
@@ -78,6 +80,7 @@ class Child:
         self.starts = 0
         self.process: subprocess.Popen[str] | None = None
         self._ended = threading.Event()
+        self._had = False
         self._first = threading.Event()
         self._thread: threading.Thread | None = None
         self._last: list[str] = []
@@ -130,7 +133,7 @@ class Child:
 
     def _run(self) -> None:
         """Run it once."""
-        self._last = []
+        self._last, self._had = [], False
         with self.output.open("a") as output:
             self.process = process = subprocess.Popen(
                 self.command(), env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -147,15 +150,15 @@ class Child:
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
         """Wait until it has ended; end it where the process that starts its apps is gone, which it does not notice."""
-        had, missed = False, 0
+        missed = 0
         while True:
             try:
                 process.wait(LOOK)
                 return
             except subprocess.TimeoutExpired:
                 names = _children(process.pid)
-            had = had or STARTER[:15] in names
-            missed = 0 if names or not had else missed + 1
+            self._had = self._had or STARTER[:15] in names
+            missed = 0 if names or not self._had else missed + 1
             if missed > 1 and not self._ended.is_set():
                 log.warning("What the %s starts apps with has ended: it is started again.", self.name)
                 process.kill()
@@ -173,6 +176,7 @@ class Child:
                 except ValueError:  # closed: what comes later is from its children
                     return
                 self._last = [*self._last[-60:], line.rstrip()]
+                self._had = self._had or STARTS in line  # one that is killed at once is not seen otherwise
                 if not self._ended.is_set():
                     self.hear(line)
 
