@@ -5,6 +5,8 @@ OLDEST := .venv-oldest
 # One thread per worker: the tests are many small runs, and two of them share a core badly. A file's tests stay in one
 # worker, so that what they share is made once.
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+# Tests of real processes and ports may be disturbed by those of another worker: what failed is run once more, alone.
+ALONE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow --last-failed --last-failed-no-failures none
 
 .PHONY: help venv demo federation test test-quick test-slow test-all test-oldest lint docs pictures notebooks clean
 .DEFAULT_GOAL := help
@@ -43,7 +45,7 @@ test-quick: $(READY)  ## the tests that are not slow
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'not slow'
 
 test-slow: $(READY)  ## the others: runs that are killed, several processes, the wheel, the site
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m slow || $(ALONE)
 
 test-all: test test-slow  ## lint and every test
 
