@@ -142,7 +142,7 @@ def demo(folder: Path = FOLDER, rounds: int = ROUNDS, clients: int = CLIENTS, cl
     console.print(
         f"A client trains on about {samples} samples of {classes} classes. Sharing pays where they are too few to "
         "learn from alone; APFL mixes the shared model with one of the client's own. Where a task is easy for "
-        "a client's own samples Local wins, and nothing has to be sent: try --clients 20 --classes 2.",
+        "a client's own samples Local is as good, and sends nothing: try --clients 20 --classes 2.",
         soft_wrap=True,
     )
     picture(runs, folder / "accuracy.png")
