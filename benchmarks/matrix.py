@@ -13,7 +13,7 @@ import warnings
 
 import torch
 
-from tests.matrix import METHODS, OPTIMIZERS, PROBLEMS, attempt
+from tests.support.matrix import METHODS, OPTIMIZERS, PROBLEMS, attempt
 
 
 def main() -> None:
