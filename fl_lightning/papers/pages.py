@@ -119,7 +119,8 @@ def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
 def curves_page(plan: Plan, pictures: Mapping[str, Sequence[Path]]) -> str:
     """The page of a paper's pictures."""
     about = tables.pages()["texts"]["curves"]
-    parts = [f"# Curves: {plan['title']}\n", f"Means over seeds of the runs behind [the tables]({plan['name']}.md). {about}"]
+    head = f"Means over seeds of the runs behind [the tables]({plan['name']}.md). {about}"
+    parts = [f"# Curves: {plan['title']}\n", head]
     for name, paths in pictures.items():
         title = plan["curves"][name]
         parts.append(f"## {title}\n")
@@ -333,7 +334,7 @@ def _runs(records: Records, layouts: Sequence[Layout]) -> str:
     whole, minutes = divmod(round(sum(result["seconds"] for result in lines) / 60), 60)
     known = [result["environment"] for result in lines if "environment" in result]
     made = Counter(f"{one['processor']} ({one['vectors']}), commit {str(one['commit'])[:10]}" for one in known)
-    parts = [f"{len(lines)} runs, {whole} h {minutes} min in total (one thread; most shared the machine with another run)."]
+    parts = [f"{len(lines)} runs, {whole} h {minutes} min in total; one thread each, most shared the machine."]
     parts += [f"{number} on {machine}." for machine, number in sorted(made.items())]
     older = len(lines) - len(known)
     parts += [f"{older} have no record of commit, versions, processor and date."] if older else []
