@@ -16,7 +16,8 @@ from fl_lightning.papers.layout import Layout, Place, Shown
 from fl_lightning.papers.measure import Measured
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import FULL, REDUCED, Cell, Config
-from fl_lightning.papers.words import figure, markdown, name_of
+from fl_lightning.papers.words import figure, name_of
+from fl_lightning.sheet import markdown
 
 Plan = Mapping[str, Any]
 #: Rows, columns and places of a table.

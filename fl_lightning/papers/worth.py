@@ -11,7 +11,8 @@ from fl_lightning.papers import tables
 from fl_lightning.papers.coverage import hours
 from fl_lightning.papers.measure import measure
 from fl_lightning.papers.records import Records
-from fl_lightning.papers.words import markdown, name_of
+from fl_lightning.papers.words import name_of
+from fl_lightning.sheet import markdown
 
 #: The paper that the map's recipe is called after.
 MAP = "map"

@@ -13,7 +13,7 @@ from fl_lightning.papers import tables, worth
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import Cell, Config, config_of, select, table
 from fl_lightning.papers.worth import MEAN, WORST, Setting, advice, scores
-from tests.papers.tiny import TINY, run
+from tests.support.tiny import TINY, run
 
 METHODS = ["local", "fedavg", "fedper", "apfl", "ifca", "scaffold", "waffle_factor"]
 
