@@ -126,7 +126,7 @@ class SecureSession:
     def _masked(
         self, work: Mapping[int, dict[str, Any]], parts: Mapping[int, State]
     ) -> tuple[dict[int, dict[str, Any]], dict[int, Words]]:
-        """What clients said, and their values under masks, which those do not send whose update is not finite."""
+        """Answers of clients, and their values under masks, which those do not send whose update is not finite."""
         said, vectors = dict[int, dict[str, Any]](), dict[int, Words]()
         headers = {client: {"session": self._name, "stage": MASKED, **one} for client, one in work.items()}
         for client, (header, tensors) in self._ask(headers, parts, self.reasons):

@@ -17,7 +17,7 @@ from fl_lightning.parties import JOINING, LocalData, Me, Memory, Setting
 from fl_lightning.privacy.secure import Words, encoded, largest, row
 from fl_lightning.remote.envelope import Envelope, seal, unseal
 from fl_lightning.remote.run import Guard, RunConfiguration
-from fl_lightning.remote.secure_site import MASKED, SecureMember
+from fl_lightning.remote.secure_site import MASKED, UNMASK, SecureMember
 from fl_lightning.remote.store import PrivateStore
 from fl_lightning.simulation import SimulatedClients
 from fl_lightning.snapshots import ClientSnapshot
@@ -105,6 +105,8 @@ class Site:
         self.own = OwnClient(method, client, data)
         method.exchange = self.own
         self._loaded: dict[int, str] = {}
+        #: Round and stage that are added up, and those whose sums the server has.
+        self._under_way, self._told = (-1, ""), set[tuple[int, str]]()
         self._jobs: Mapping[str, Callable[[dict[str, Any], Setting, State], tuple[dict[str, Any], State]]] = {
             TRAIN: self._train,
             EVALUATE: self._evaluate,
@@ -173,10 +175,19 @@ class Site:
         if self.member is None:
             raise FederationError("The run that the site's operator approved has no SecureAggregationCallback.")
         answer = self.member.answer(header)
+        if header["stage"] == UNMASK:
+            self._told.add(self._under_way)
         if header["stage"] != MASKED:
             return seal({"client": self.client, "answer": answer}, {})
         job = header["job"]
         self._hold(job)
+        self._under_way = (int(job["setting"][0]), str(job["setting"][2]))
+        if self._under_way in self._told:
+            log.warning(
+                "The server asks for round %d again, whose sum it has: with other clients in it, the difference of the two "
+                "sums would tell about single clients.",
+                self._under_way[0],
+            )
         said, message = self._trained(job, Setting(*job["setting"]), parts.get("0", {}))
         self._check_private(message.tensors)
         self._prune(header)

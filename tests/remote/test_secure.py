@@ -21,7 +21,7 @@ from fl_lightning.remote.envelope import Envelope
 from fl_lightning.remote.secure_server import SecureSession, Sum
 from fl_lightning.remote.secure_site import MASKED, SETUP, SHARE, UNMASK, SecureMember
 from fl_lightning.wire import State
-from tests.flower.federations import needs_flower
+from tests.support.federations import needs_flower
 
 pytestmark = needs_flower
 RULES = SecureAggregationCallback()
@@ -150,7 +150,7 @@ def big(seed: int = 0, n: int = 4000) -> torch.Tensor:
 
 
 def session_of(clients: int, values: Callable[[int], torch.Tensor]) -> dict[int, Words]:
-    """What clients send in a session whose stages are those of an honest server."""
+    """Vectors that clients send in a session whose stages are those of an honest server."""
     members = {client: SecureMember(client, RULES) for client in range(clients)}
     public = {c: m.answer({"session": "s", "stage": SETUP})["keys"] for c, m in members.items()}
     written = {c: m.answer({"session": "s", "stage": SHARE, "keys": public})["shares"] for c, m in members.items()}

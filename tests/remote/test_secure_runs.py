@@ -20,13 +20,13 @@ from fl_lightning.callbacks import (
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer
 from fl_lightning.module import FederatedModule
-from fl_lightning.remote import PrivateStore, RemoteClients, Site
+from fl_lightning.remote import PrivateStore, RemoteClients, Site, SiteData
 from fl_lightning.remote.envelope import seal, unseal
 from fl_lightning.robust import Median
-from tests.flower.federations import needs_flower
-from tests.privacy.test_secure import REFUSED
-from tests.remote.sites import InProcess, kept, network, serve
 from tests.support import blobs, fit, mlp
+from tests.support.federations import needs_flower
+from tests.support.privacy import REFUSED
+from tests.support.sites import InProcess, kept, network, serve
 
 pytestmark = needs_flower
 SIZES = (19, 9, 16, 8, 24)
@@ -122,8 +122,6 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     server, sites = made(), transport(tmp_path, guards=())
     server.double()
     server.exchange = RemoteClients(server, sites, CLIENTS)
-    from fl_lightning.remote import SiteData
-
     with pytest.raises(FederationError, match="pass it the Trainer's callbacks"):
         fit(server, SiteData(server.exchange, seed=0), 1, callbacks=copy.deepcopy(SECURE))
 
@@ -389,3 +387,11 @@ def test_a_checkpoint_goes_on_to_the_same_end(tmp_path: Path) -> None:
     again = made(SCAFFOLD)
     secured(again, sites, ckpt_path=str(tmp_path / "first.ckpt"))
     assert same(again, simulated(SCAFFOLD))
+
+
+def test_a_site_warns_of_a_round_whose_sum_the_server_has(tmp_path: Path, caplog: Any) -> None:
+    sites = transport(tmp_path)
+    secured(made(), sites, rounds=1)
+    assert "asks for round 0 again" not in caplog.text
+    secured(made(), sites, rounds=1)
+    assert caplog.text.count("asks for round 0 again, whose sum it has") == CLIENTS
