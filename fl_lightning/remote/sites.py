@@ -184,8 +184,8 @@ class Site:
         self._under_way = (int(job["setting"][0]), str(job["setting"][2]))
         if self._under_way in self._told:
             log.warning(
-                "The server asks for round %d again, whose sum it has: with other clients in it, the difference of the two "
-                "sums would tell about single clients.",
+                "The server asks for round %d again, whose sum it has: with other clients in it, the difference of the "
+                "two sums would tell about single clients.",
                 self._under_way[0],
             )
         said, message = self._trained(job, Setting(*job["setting"]), parts.get("0", {}))
