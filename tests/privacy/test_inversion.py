@@ -97,6 +97,8 @@ def test_a_linear_model_shows_its_classes(tmp_path: Path) -> None:
     assert set(events.Tags()["images"]) == {f"inversion/{view}" for view in report.views()}
     assert (Path(logger.log_dir) / "inversion.pt").exists()
     assert callback.run_metrics()["inversion_judge_acc"] > 95
+    grey = [row["psnr"] for row in report.baselines if row["variant"] == "grey"]
+    assert callback.run_metrics()["inversion_psnr/baseline/grey"] == pytest.approx(sum(grey) / len(grey))
     again = Judge.trained(method.federation, seed=5, path=str(tmp_path / "judge.pt"))
     assert 100 * again.accuracy == callback.run_metrics()["inversion_judge_acc"]
     other = replace(method.federation, targets=method.federation.targets.flip(0))
