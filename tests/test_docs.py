@@ -203,7 +203,7 @@ def test_the_scheme_of_ones_own_is_whole() -> None:
 
 def test_readmes_table_is_that_of_the_results() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "| WAFFLe (letter) |" in readme
+    assert "| WAFFLe (as published) |" in readme
     assert draw()["with_table"](readme) == readme, "make pictures writes it again"  # type: ignore[operator]
 
 

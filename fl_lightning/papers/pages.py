@@ -32,7 +32,7 @@ ROWS = {
     "FedAvg": "fedavg",
     "FedProx": "fedprox",
     "q-FFL": "qffl",
-    "WAFFLe (letter)": "waffle_factor_joint",
+    "WAFFLe (as published)": "waffle_factor_joint",
     "WAFFLe (ours)": "waffle_factor",
 }
 COLUMNS = {"all clients": "local_test_acc", "majority": "majority", "minority": "minority", "variance": "variance"}
