@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 NAMES = {
     "mnist-mlp": "MNIST perceptron, 10 of 100 clients, E = 5, B = 10",
-    "waffle-mlp": "WAFFLe on it, against a plain loop of the same",
+    "waffle-mlp": "WAFFLe, same net and clients, against a plain loop of WAFFLe",
     "fmnist-cnn": "Fashion-MNIST network, same clients, E = 3",
     "lenet5": "LeNet-5, E = 5, B = 32",
     "resnet18": "ResNet-18, B = 32, 2 of 4 clients",
@@ -80,7 +80,7 @@ def anatomy() -> str:
         for name, row in read("anatomy.json").items()
         if name in NAMES
     ]
-    head = "workload | seconds of a round | of which | bare matrix products | seconds of the first round, all included"
+    head = "workload | seconds per round | breakdown | bare matrix products | seconds of the first round, all included"
     return table(head, rows)
 
 
