@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.sheet import markdown
+
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 NAMES = {
@@ -24,9 +26,7 @@ def read(name: str) -> Any:
 
 
 def table(head: str, rows: list[list[Any]]) -> str:
-    columns = head.split("|")
-    lines = ["| " + " | ".join(column.strip() for column in columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+    return markdown([column.strip() for column in head.split("|")], rows).rstrip("\n")
 
 
 def speed() -> str:
