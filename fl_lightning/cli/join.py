@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -37,6 +38,11 @@ class JoinCLI(SideCLI):
             "--authority", type=str | None, help="certificate of the authority that signed the server's certificate"
         )
         parser.add_argument("--keep", type=int, default=8, help="number of rounds that the server can be rolled back")
+        parser.add_argument(
+            "--secure_aggregation",
+            type=Literal["require"] | None,
+            help="require: only join runs with secure aggregation",
+        )
         parser.add_argument("--yes", action="store_true", help="approve the run without asking")
 
 
@@ -64,6 +70,11 @@ def main(argv: list[str]) -> None:
         )
     home = folder(config["home"])
     site = _site(cli, home)
+    if config["secure_aggregation"] == "require" and site.member is None:
+        raise FederationError(
+            "This site takes part in secure aggregation alone, and the run has none: have SecureAggregationCallback "
+            "put among the Trainer's callbacks on both sides."
+        )
     _approve(site, config["yes"])
     key = None
     if not config["insecure"] and not config["attach"]:
@@ -121,7 +132,8 @@ def _approve(site: Site, yes: bool) -> None:
     print("On joining, this site reports to the server:")
     for name, value in (*header.items(), *parts["told"].items()):
         print(f"  {name:<12} {value}")
-    print("In each round it sends its message, training loss, numbers of rounds and steps trained, and scores.")
+    message = "its message and training loss" if site.member is None else "its message and training loss under masks"
+    print(f"In each round it sends {message}, numbers of rounds and steps trained, and scores.")
     if yes:
         return
     if not sys.stdin.isatty():
