@@ -13,10 +13,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from fl_lightning.callbacks import (
+    ClientMembershipCallback,
     DifferentialPrivacyCallback,
     GradientLeakageCallback,
+    ImprintCallback,
     MembershipInferenceCallback,
     ModelInversionCallback,
+    PropertyInferenceCallback,
 )
 from fl_lightning.callbacks.attacks import AttackCallback
 from fl_lightning.cli.lightning import FederatedCLI, check_named, given
@@ -26,7 +29,15 @@ from fl_lightning.privacy.views import VIEWS
 from fl_lightning.view import View
 
 ATTACKS: dict[str, type[AttackCallback]] = {
-    kind.attack: kind for kind in (MembershipInferenceCallback, ModelInversionCallback, GradientLeakageCallback)
+    kind.attack: kind
+    for kind in (
+        MembershipInferenceCallback,
+        ModelInversionCallback,
+        GradientLeakageCallback,
+        ClientMembershipCallback,
+        PropertyInferenceCallback,
+        ImprintCallback,
+    )
 }
 
 
