@@ -22,6 +22,7 @@ from fl_lightning.datamodules import IID, Digits
 from fl_lightning.methods import FedAvg
 from fl_lightning.nets import MLP
 from fl_lightning.privacy.figures import budget_figure
+from fl_lightning.sheet import markdown_head, markdown_row
 
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -73,8 +74,8 @@ def main() -> None:
         for noise in NOISE:
             rows.append(measured(noise, arguments.rounds, arguments.shadows, folder))
             if len(rows) == 1:
-                print(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
-            print(f"| {' | '.join(f'{value:.4g}' for value in rows[-1].values())} |", flush=True)
+                print(markdown_head(list(rows[0]), left=0))
+            print(markdown_row(f"{value:.4g}" for value in rows[-1].values()), flush=True)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(rows, indent=1))
     if arguments.picture:

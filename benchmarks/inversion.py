@@ -23,6 +23,7 @@ from fl_lightning.callbacks import ModelInversionCallback
 from fl_lightning.datamodules import IID, FashionMNIST
 from fl_lightning.methods import FedAvg, WAFFLe
 from fl_lightning.nets import MLP
+from fl_lightning.sheet import markdown_head, markdown_row
 
 METHODS: dict[str, Any] = {
     "FedAvg": lambda: FedAvg(MLP(), lr=0.04, epochs=5, batch_size=10, engine="stacked"),
@@ -73,14 +74,14 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rows = []
-    print(f"| method | seed | attack | {' | '.join(SCORES)} | variation |\n|{'---|' * (len(SCORES) + 4)}")
+    print(markdown_head(["method", "seed", "attack", *SCORES, "variation"], left=3))
     with TemporaryDirectory() as folder:
         for name in METHODS:
             for seed in range(arguments.seeds):
                 for attack, scores in attacked(name, seed, arguments, folder).items():
                     rows.append({"method": name, "seed": seed, "attack": attack, **scores})
-                    told = " | ".join(f"{scores[score]:.3f}" for score in SCORES)
-                    print(f"| {name} | {seed} | {attack} | {told} | {scores.get('variation', '')} |", flush=True)
+                    told = [f"{scores[score]:.3f}" for score in SCORES]
+                    print(markdown_row([name, seed, attack, *told, scores.get("variation", "")]), flush=True)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(rows, indent=1))
 

@@ -22,6 +22,7 @@ from fl_lightning.callbacks import GradientLeakageCallback
 from fl_lightning.datamodules import IID, Digits
 from fl_lightning.methods import FedAvg, FedPer, PFedMe, WAFFLe
 from fl_lightning.nets import MLP
+from fl_lightning.sheet import markdown_head, markdown_row
 
 VIEWS: Any = ["outsider", "server", "insider", "sums", "colluding"]
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -65,7 +66,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     table: dict[str, dict[str, Any]] = {}
     columns = ["method", "grey", "data mean", "weak: server", "weak: insider", *VIEWS]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    print(markdown_head(columns))
     with TemporaryDirectory() as folder:
         for name in METHODS:
             weak = attacked(name, arguments.seed, folder, steps=arguments.steps, variation=1e-3, signed=False)
@@ -78,7 +79,7 @@ def main() -> None:
                 **{f"weak: {view}": best(weak, view, "matching") for view in ("server", "insider")},
                 **{view: best(strong, view, *everything) for view in VIEWS},
             }
-            print(f"| {name} | " + " | ".join(map(str, table[name].values())) + " |", flush=True)
+            print(markdown_row([name, *table[name].values()]), flush=True)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(table, indent=1))
 

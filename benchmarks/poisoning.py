@@ -23,6 +23,7 @@ from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, WAFFLe
 from fl_lightning.nets import MLP
 from fl_lightning.privacy.figures import rules_figure
 from fl_lightning.privacy.hostile import hostile_clients
+from fl_lightning.sheet import markdown_head, markdown_row
 
 CLIENTS = 10
 #: A client that is not hostile, for the rule that trusts one.
@@ -91,11 +92,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     table: dict[str, dict[str, dict[str, float]]] = {}
     for method in arguments.methods:
-        print(f"\n| {method} | {' | '.join(POISONS)} |\n|{'---|' * (len(POISONS) + 1)}")
+        print(f"\n{markdown_head([method, *POISONS])}")
         for name, rule in RULES.items():
             row = {label: accuracy(method, rule, poison, arguments.rounds) for label, poison in POISONS.items()}
             table.setdefault(method, {})[name] = row
-            print(f"| {name} | {' | '.join(ENDED if math.isnan(v) else str(v) for v in row.values())} |", flush=True)
+            print(markdown_row([name, *(ENDED if math.isnan(v) else v for v in row.values())]), flush=True)
         if arguments.pictures:
             Path(arguments.pictures).mkdir(parents=True, exist_ok=True)
             rules_figure(table[method], method).savefig(Path(arguments.pictures) / f"rules_{method}.png", dpi=130)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fl_lightning.privacy.views import VIEWS
+from fl_lightning.sheet import cell, markdown
 
 #: One attack on one client: who and how (view, assumption, variant, client, group), and the scores.
 Row = dict[str, Any]
@@ -147,9 +148,9 @@ class Report:
 def _table(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return ["Nothing crossed the wire that could be attacked."]
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    left = sum(name in ("group", *KEYS) for name in rows[0])
+    cells = ([cell(v) if v != v or not isinstance(v, float) else f"{v:.4f}" for v in row.values()] for row in rows)
+    return markdown(list(rows[0]), cells, left).splitlines()
 
 
 def _mean(values: Sequence[float]) -> float:

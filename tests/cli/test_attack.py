@@ -17,8 +17,8 @@ from fl_lightning.papers.drawing import draw
 from fl_lightning.papers.measure import measure
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import config_of, run_metric, select, table
-from tests.cli.test_cli import QUICKSTART, QUIET, refused
-from tests.papers.tiny import TINY, run
+from tests.support.commands import QUICKSTART, QUIET, refused
+from tests.support.tiny import TINY, run
 
 SAVER = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fl_lightning.callbacks import ModelInversionCallback
 from fl_lightning.callbacks.attacks import ALL_VIEWS
 from fl_lightning.callbacks.inversion import TRIED
-from fl_lightning.datamodules import IID, ConceptShift, TensorFederation
+from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg
 from fl_lightning.metrics import psnr, ssim, total_variation
@@ -24,24 +24,7 @@ from fl_lightning.privacy.inversion import Inversion
 from fl_lightning.privacy.judge import Judge
 from fl_lightning.privacy.pixels import Pixels
 from tests.support import fit, largest_difference, trainer, weights
-
-SIDE = 12
-
-
-def stripes(rows: int = 240, maps: bool = False) -> TensorFederation:
-    """Images as bytes: class 0 is bright above, class 1 bright below, class 2 bright on the left."""
-    generator = torch.Generator().manual_seed(0)
-    y = torch.arange(rows) % 3
-    x = torch.full((rows, 1, SIDE, SIDE), 40.0)
-    x[y == 0, :, : SIDE // 2] += 150
-    x[y == 1, :, SIDE // 2 :] += 150
-    x[y == 2, :, :, : SIDE // 2] += 150
-    x = (x + 10 * torch.randn(x.shape, generator=generator)).clamp(0, 255).to(torch.uint8)
-    scheme = IID(2, train_samples=60)
-    mean, std = torch.tensor(100.0), torch.tensor(80.0)
-    return TensorFederation(
-        x, y, partition=ConceptShift(scheme) if maps else scheme, mean=mean, std=std, val_fraction=0
-    )
+from tests.support.privacy import SIDE, stripes
 
 
 def test_psnr_identities() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 from fl_lightning.federation import Federation
 from fl_lightning.module import FederatedModule
 from fl_lightning.remote import PrivateStore, RemoteClients, Site, SiteData
-from tests.golden import cases
-from tests.support import fit
+from tests.support import cases, fit
 
 #: Changes a reply on its way, or gives none: by node, request and reply.
 Meddle = Callable[[str, bytes, bytes], "bytes | str"]
