@@ -165,7 +165,7 @@ class ImprintCallback(AttackCallback):
         return rows
 
     def notes(self) -> dict[str, Any]:
-        """What was sent, and whether the run was disturbed."""
+        """The crafted message, and whether the run was disturbed."""
         whole = self.disturb or self.batch is None
         steps = "a whole round of local training" if whole else f"{self.batch} samples, {self.local_steps} local steps"
         layer = "in front of the net" if self.place == "front" else "instead of the net's first layers"

@@ -45,7 +45,7 @@ class Observed(NamedTuple):
 
 
 class _Rehearsed(NamedTuple):
-    """What clients would have sent in a round, shapes (clients, D) and (references, D)."""
+    """Updates that clients would have sent in a round, shapes (clients, D) and (references, D)."""
 
     own: Tensor
     strangers: Tensor

