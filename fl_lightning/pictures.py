@@ -190,7 +190,9 @@ def scatter(points: Values, labels: Sequence[Any], title: str, names: Sequence[s
 
 def pixels(figure: Figure) -> NDArray[np.uint8]:
     """The figure as an image, shape (height, width, 3)."""
-    canvas_of: Any = figure.canvas
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas_of: Any = FigureCanvasAgg(figure)
     canvas_of.draw()
     return np.asarray(canvas_of.buffer_rgba())[..., :3].copy()
 

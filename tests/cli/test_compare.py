@@ -246,10 +246,12 @@ def test_runs_with_tensorboards_events_alone(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path / "old")) as writer:
         for step, value in enumerate((0.5, 0.75)):
             writer.add_scalar("test/acc", value, step)
+            writer.add_scalar("percent/test/acc", 100 * value, step)
             writer.add_scalar("comm/up_bytes", 10, step)
             writer.add_scalar("comm/down_bytes", 20, step)
     (run,) = find([str(tmp_path)])
     assert run.final["test/acc"] == 0.75
+    assert set(run.curves) == {"test/acc", "comm/up_bytes", "comm/down_bytes"}
     assert run.traffic == (20, 40)
     main(["compare", str(tmp_path), "--out", str(tmp_path / "out"), "--quiet"])
     assert "Learning-curves" in (tmp_path / "out" / "report.html").read_text()
