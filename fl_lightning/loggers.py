@@ -73,13 +73,25 @@ def note_settings(trainer: Trainer, settings: Mapping[str, Any]) -> None:
             continue
         if isinstance(logger, MLFlowLogger):  # which refuses to change what it has, and would end a resumed run
             known = given.experiment.get_run(logger.run_id)
-            logger.log_hyperparams({key: value for key, value in settings.items() if key not in known.data.params})
+            logger.log_hyperparams(_unknown(settings, known.data.params))
             if _GENERATED.fullmatch(known.info.run_name or ""):
                 given.experiment.set_tag(logger.run_id, "mlflow.runName", title_of(settings))
             continue
         logger.log_hyperparams(dict(settings))
         if isinstance(logger, WandbLogger) and _GENERATED.fullmatch(given.experiment.name or ""):
             given.experiment.name = title_of(settings)
+
+
+def _unknown(settings: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """Settings that a logger does not have yet; ``run.seed`` where it has another ``seed``.
+
+    Example:
+        >>> _unknown({"lr": 0.1, "seed": 0, "net": "MLP"}, {"lr": "0.1", "seed": "None"})
+        {'run.seed': 0, 'net': 'MLP'}
+    """
+    named = {f"run.{name}" if name in known else name: value for name, value in settings.items()}
+    same = {f"run.{name}" for name, value in settings.items() if known.get(name) == str(value)}
+    return {name: value for name, value in named.items() if name not in known and name not in same}
 
 
 def title_of(settings: Mapping[str, Any]) -> str:

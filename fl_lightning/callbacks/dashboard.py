@@ -90,6 +90,9 @@ class Dashboard(NamedArguments, Callback):
         if callable(draw) and trainer.loggers:
             with pictures.for_tiles():
                 self._show(trainer, {"partition": draw()})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell loggers the settings, after Lightning has told them the module's arguments."""
         loggers.note_settings(trainer, settings_of(trainer, pl_module))
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
@@ -260,7 +263,11 @@ def columns(settings: Mapping[str, Any]) -> dict[str, Any]:
         >>> columns({"method": "FedProx", "lr": 0.1, "mu": 0.5, "momentum": 0.0})["other"]
         'mu=0.5'
     """
-    common = {name.capitalize(): settings.get(name) for name in FIRST} | {name: settings.get(name) for name in COMMON}
+    common = (
+        {name.capitalize(): settings.get(name) for name in FIRST}
+        | {"Seed": str(settings.get("seed", ""))}
+        | {name: settings.get(name) for name in COMMON}
+    )
     rest = {k: v for k, v in settings.items() if k not in (*FIRST, *COMMON) and v not in (None, 0.0, False)}
     texts = (f"{k}={v}" for k, v in rest.items())
     return {k: "" if v is None else v for k, v in common.items()} | {"other": " ".join(texts)}

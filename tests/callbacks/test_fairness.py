@@ -73,7 +73,7 @@ def test_logs_every_round_and_at_the_test(tmp_path: Path) -> None:
     histograms, curve = events.Histograms("percent/test/acc_clients"), events.Scalars("test/acc_majority")
     assert [h.step for h in histograms] == [s.step for s in curve]
     assert [h.histogram_value.num for h in histograms] == [6, 6, 6]
-    assert histograms[-1].histogram_value.sum == pytest.approx(float(seen[-1].sum()))
+    assert histograms[-1].histogram_value.sum == pytest.approx(100 * float(seen[-1].sum()))
 
     (tested,) = trainer(callbacks=[FairnessCallback()], logger=False, default_root_dir=tmp_path).test(
         method, datamodule=data, verbose=False

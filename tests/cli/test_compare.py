@@ -134,8 +134,8 @@ def test_the_report_says_data_units_and_names_in_words(make: Maker, tmp_path: Pa
     assert mean["lines"][0] == [[1.0, 2.0], [30.0, pytest.approx(80.0)]]
     assert not any("/" in title for title in found)
     assert "<dt>clients</dt><dd>4</dd>" in text
-    assert "<dt>seeds</dt><dd>0; one each, so no differences are marked</dd>" in text
-    assert "<th>MB up, in a round</th>" in text
+    assert "<dt>seeds</dt><dd>0; one for each, so no differences are marked</dd>" in text
+    assert "<th>MB sent up, in a round</th>" in text
     assert "<td>1.5</td>" in text
     assert "val/" not in text
     assert "comm/" not in text
