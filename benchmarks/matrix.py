@@ -14,7 +14,7 @@ import warnings
 import torch
 
 from fl_lightning.sheet import markdown_head, markdown_row
-from tests.matrix import METHODS, OPTIMIZERS, PROBLEMS, attempt
+from tests.support.matrix import METHODS, OPTIMIZERS, PROBLEMS, attempt
 
 
 def main() -> None:

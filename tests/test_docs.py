@@ -20,7 +20,7 @@ import yaml
 from fl_lightning import methods
 from fl_lightning.datamodules import Digits, partitions
 from fl_lightning.module import FederatedModule
-from tests.browser import page_text
+from tests.support.browser import page_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -79,7 +79,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {"method": "FedAvg", "net": "MLP", "partition": "own indices"}.items() <= dict(experiment.config).items()
     wandb.finish()
     images = {path.name.rpartition("_")[0].rpartition("_")[0] for path in tmp_path.rglob("files/media/images/**/*.png")}
-    assert PICTURES == images
+    assert images == PICTURES
     named = WandbLogger(save_dir=tmp_path, offline=True, name="mine")
     run(named)
     assert named.experiment.name == "mine"

@@ -17,7 +17,7 @@ from fl_lightning.cli import main
 from fl_lightning.cli.compare import experiments_of, populations, summary
 from fl_lightning.cli.runs import find
 from fl_lightning.errors import FederationError
-from tests.browser import colours, screenshot
+from tests.support.browser import colours, screenshot
 
 Maker = Callable[..., Path]
 
