@@ -270,7 +270,8 @@ def test_damaged_configurations(content: bytes, sentence: str, capsys: pytest.Ca
 
 def test_bad_input_of_other_commands_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("best", "last"):
-        assert f"--ckpt_path {name} is not known here" in refused(capsys, "test", "--config", QUICKSTART, "--ckpt_path", name)
+        said = refused(capsys, "test", "--config", QUICKSTART, "--ckpt_path", name)
+        assert f"--ckpt_path {name} is not known here" in said
     assert "--rounds must be 1 or more, not 0" in refused(capsys, "demo", "--rounds", "0")
     for option in ("--jobs", "--rounds"):
         said = refused(capsys, "reproduce", "waffle_factor_journal/table2", option, "0")
