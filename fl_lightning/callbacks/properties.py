@@ -201,7 +201,7 @@ class PropertyInferenceCallback(AttackCallback):
         return found
 
     def _seen(self, run: Run, view: str, client: int) -> tuple[State, State] | None:
-        """Messages that a client received and sent, as a view sees them; None if it does not."""
+        """A client's last exchange as a view sees it; None where it sees none."""
         if view == "colluding":
             left, handed = run.wire.left.get(client), run.wire.received.get(client)
             return (handed[-1], left[-1]) if left and handed and handed[-1] else None
