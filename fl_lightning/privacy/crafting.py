@@ -37,7 +37,7 @@ FRONT = "imprint"
 
 @dataclass(frozen=True)
 class Trap:
-    """Entries that a malicious server sends.
+    """A malicious server's crafted entries.
 
     Args:
         entries: the entries that it puts in, by name.
