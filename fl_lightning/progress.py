@@ -140,8 +140,8 @@ class FederatedRichProgressBar(RichProgressBar):
 class RoundProgress(ProgressBar):
     """The command line's view of a run: round, clients done, local steps a second, mean score, time to the end.
 
-    ``Trainer(callbacks=[RoundProgress()])`` gives it to runs in Python. In a notebook it is one line that changes, without
-    a terminal a plain line every ten seconds.
+    ``Trainer(callbacks=[RoundProgress()])`` adds it to runs in Python. In a notebook it is one line that changes,
+    without a terminal a plain line every ten seconds.
 
     Args:
         quiet: show nothing.
