@@ -164,7 +164,7 @@ def test_a_site_that_is_started_anew_goes_on_to_the_same_end(tmp_path: Path) -> 
 
 def test_a_checkpoint_of_sites_is_not_taken_for_one_of_simulated_clients_nor_the_other_way(tmp_path: Path) -> None:
     serve(made(), transport(tmp_path), CLIENTS, rounds=1).save_checkpoint(tmp_path / "sites.ckpt")
-    with pytest.raises(FederationError, match="real sites, which have what they keep"):
+    with pytest.raises(FederationError, match="real sites, which keep their own state"):
         fit(made(), blobs(**DATA), 2, str(tmp_path / "sites.ckpt"))
     fit(made(), blobs(**DATA), 1).save_checkpoint(tmp_path / "simulated.ckpt")
     with pytest.raises(FederationError, match="were simulated"):
