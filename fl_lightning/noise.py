@@ -1,4 +1,4 @@
-"""Messages of Lightning that say nothing of a federated run: adverts, and notes on how rounds look to a Trainer."""
+"""Filters for Lightning messages that do not apply to federated runs: adverts, and remarks on one-batch epochs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 
-#: Warnings about versions of libraries, and about rounds, each of which is one batch to the Trainer.
+#: Warnings about library versions, and about rounds, which have one batch each for the Trainer.
 WARNINGS = (
     r".*recommended to use `self\.log\('(train|val|test|comm|clients|time)/.*sync_dist",  # the same on every rank
     r".*treespec, LeafSpec",  # Lightning 2.6 with newer torch
@@ -17,15 +17,15 @@ _ADVERT = re.compile(r"^💡|override existing callbacks passed to Trainer: (\w*
 
 
 class _NoAdverts(logging.Filter):
-    """Lets everything pass but advertisements."""
+    """Drops advertisements."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is worth reading."""
+        """Return whether to keep a record."""
         return not _ADVERT.search(str(record.msg))
 
 
 def hush() -> None:
-    """Keep these messages back, in the whole process; the environment's ``FL_LIGHTNING_NOISE=1`` leaves them."""
+    """Silence these messages in the whole process, unless the environment has ``FL_LIGHTNING_NOISE=1``."""
     if os.environ.get("FL_LIGHTNING_NOISE"):
         return
     for message in WARNINGS:

@@ -130,8 +130,8 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
     ("NaN in inputs", lambda: made(inputs=with_nan()), r"1 of the 8 inputs .* sample 5\) hold NaN"),
     ("shared rows", lambda: made(train=[[0, 1, 2], [2, 3]]), r"1 samples \(the first is 2\) are in the training"),
     ("rows given twice", lambda: made(train=[[0, 1, 1], [2, 3]]), "more than once"),
-    ("index 0.7", lambda: made(train=[[0, 0.7], [1]]), "Client 0's indices must be a list of whole numbers"),
-    ("index is a mask", lambda: ClientIndex.of([np.array([True, False])]), "must be a list of whole numbers, .* bool"),
+    ("index 0.7", lambda: made(train=[[0, 0.7], [1]]), "Client 0's indices must be a list of integers"),
+    ("index is a mask", lambda: ClientIndex.of([np.array([True, False])]), "must be a list of integers, .* bool"),
     ("index is a table", lambda: ClientIndex.of([[[1], [2]]]), r"an array of shape \(2, 1\)"),  # type: ignore[list-item]
     ("mean of another shape", lambda: made(mean=torch.zeros(4), std=torch.ones(4)), r"mean of shape \(4,\)"),
     ("mean adds a dimension", lambda: made(mean=torch.zeros(1, 1, 3), std=torch.ones(3)), r"mean of shape \(1, 1, 3\)"),

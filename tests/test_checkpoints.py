@@ -203,7 +203,7 @@ def test_what_a_run_cannot_go_on_from(folder: Path) -> None:
         ({n: v for n, v in good.items() if n not in checkpoints.NEEDED}, "holds a model alone .*save_weights_only"),
         ({"w": torch.ones(3)}, "is not a checkpoint of a Trainer"),
         (torch.ones(3), "is not a checkpoint of a Trainer"),
-        ({**good, "fl_lightning": part}, "lacks what fl_lightning keeps of a run.*'clients'"),
+        ({**good, "fl_lightning": part}, "lacks part of the state of a federated run.*'clients'"),
         ({**good, "fl_lightning": {**good["fl_lightning"], "bytes": 3}}, "has it in another form"),
         (
             {**good, "fl_lightning": {**good["fl_lightning"], "rounds": 10**6}},

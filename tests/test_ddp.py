@@ -74,7 +74,7 @@ def test_a_message_is_sent_without_the_stack_it_lies_in(monkeypatch: pytest.Monk
 
 
 def test_a_strategy_that_shards_the_model_is_refused() -> None:
-    with pytest.raises(FederationError, match="shares out clients, not the model: Sharded cannot be used"):
+    with pytest.raises(FederationError, match="distributes clients, not the model: Sharded cannot be used"):
         fit(FedAvg(mlp()), blobs(), rounds=1, strategy=Sharded(), precision="32-true")
 
 

@@ -263,7 +263,7 @@ def test_what_is_logged_is_known_by_client() -> None:
         assert float(found["mine"]) == pytest.approx(float((scores.argmax(1) == y).double().mean()))
         assert float(found["spread"]) == pytest.approx(float(scores.std()))
         assert set(found) == {"mine", "spread", "one"}
-        with pytest.raises(FederationError, match="many is logged with 200 numbers for a client"):
+        with pytest.raises(FederationError, match="many is logged with 200 values per client"):
             method.functional(method.server_state(), Asked(x, y, "test"), {}, training=False)
     assert not federate(User()).net.logs("val")
 

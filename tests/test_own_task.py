@@ -210,6 +210,6 @@ def test_the_loss_of_an_own_task_of_classes_is_logged() -> None:
 
 def test_a_schedule_needs_the_number_of_rounds() -> None:
     method = FedAvg(mlp(), lr_schedule=Cosine(), engine="sequential")
-    with pytest.raises(FederationError, match=r"Cosine follows the share of the rounds .* set max_epochs"):
+    with pytest.raises(FederationError, match=r"Cosine depends on the share of completed rounds: set max_epochs"):
         method.local.in_round(0, -1)
     assert FedAvg(mlp(), lr_schedule=Step(3)).local.in_round(4, -1).lr == pytest.approx(0.001)

@@ -33,7 +33,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(FederationError, match=r"no room for 3\.0 MB of what clients keep in .*make room"):
+    with pytest.raises(FederationError, match=r"no room for 3\.0 MB of client state in .*make room"):
         reserve(tmp_path / "rows", 3_000_000)
 
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fl_lightning.engine.graph import Lean, lean
+from fl_lightning.engine.graph import OptimizedStep, optimize
 from fl_lightning.local_optim import Product
 
 
-def made_lean(step: Callable[..., list[Tensor]], *inputs: Tensor, states: int, changes: dict[int, int]) -> Lean:
-    return lean(make_fx(step, tracing_mode="fake")(*inputs), states, changes)
+def made_lean(step: Callable[..., list[Tensor]], *inputs: Tensor, states: int, changes: dict[int, int]) -> OptimizedStep:
+    return optimize(make_fx(step, tracing_mode="fake")(*inputs), states, changes)
 
 
-def run(made: Lean, inputs: list[Tensor], states: int) -> list[Any]:
+def run(made: OptimizedStep, inputs: list[Tensor], states: int) -> list[Any]:
     bound = made.bind(*inputs[:states])
     return made.outputs(made.run(*bound, *inputs))
 
@@ -144,7 +144,7 @@ def test_a_product_may_change_two_entries_but_no_sum_reads_what_another_writes()
     assert made_lean(crossed, *inputs, states=3, changes={1: 0, 2: 2}).products == {}
     # So it is with an entry that is replaced.
     traced = make_fx(twice, tracing_mode="fake")(*inputs)
-    assert lean(traced, 3, {1: 0, 2: 2}, written=[1]).products == {}
+    assert optimize(traced, 3, {1: 0, 2: 2}, written=[1]).products == {}
 
 
 def test_views_of_the_state_and_constants_are_made_once_and_follow_its_changes() -> None:
