@@ -105,7 +105,9 @@ class OptimizedStep(NamedTuple):
         return Product(*sides, numbers.scale, numbers.own, [(factor, next(left)) for factor in numbers.rest])
 
 
-def optimize(module: fx.GraphModule, states: int, changes: Mapping[int, int], written: Iterable[int] = ()) -> OptimizedStep:
+def optimize(
+    module: fx.GraphModule, states: int, changes: Mapping[int, int], written: Iterable[int] = ()
+) -> OptimizedStep:
     """Optimise a captured graph.
 
     Args:
