@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 
 from fl_lightning.callbacks import MembershipInferenceCallback
@@ -107,7 +108,7 @@ def test_a_lightning_that_knows_no_weights_only(
 ) -> None:
     """Lightning before 2.6: the checkpoint is looked for, not the argument refused."""
 
-    class Older(attack.Trainer):
+    class Older(lightning.pytorch.Trainer):
         def test(
             self,
             model: Any = None,
@@ -118,7 +119,7 @@ def test_a_lightning_that_knows_no_weights_only(
         ) -> Any:
             return super().test(model, dataloaders, ckpt_path, verbose, datamodule)
 
-    monkeypatch.setattr(attack, "Trainer", Older)
+    monkeypatch.setattr(lightning.pytorch, "Trainer", Older)
     argv = ["attack", "--config", QUICKSTART, "--ckpt_path", "no.ckpt", "--weights_only", "true"]
     assert "There is no checkpoint no.ckpt" in refused(capsys, *argv)
 

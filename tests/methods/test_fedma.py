@@ -173,7 +173,7 @@ def test_an_axis_left_out_is_noticed(name: str) -> None:
         for left_out in group.axes:
             wrong = units_of(net, x)
             wrong[number] = Units(group.name, group.width, tuple(a for a in group.axes if a is not left_out))
-            with pytest.raises(FederationError, match="hidden units of .* cannot be derived"):
+            with pytest.raises(FederationError, match=r"hidden units of .* cannot be derived"):
                 check_units(net, lambda s, x: output(net, s, x), net.state_dict(), x, wrong)
 
 
