@@ -14,7 +14,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.layout import BETTER, StackLayout, fast_in_stack, native, products
 from fl_lightning.layout.activation import tanh
 from fl_lightning.layout.convolution import Convolution, suits_groups
-from fl_lightning.layout.memory import as_it_lies, batch_last, channels_last, has_channels_last
+from fl_lightning.layout.memory import batch_last, channels_last, has_channels_last, keep_layout
 from fl_lightning.layout.normalisation import BatchNorm, GroupNorm
 from fl_lightning.layout.pooling import MaxPool, MeanPool
 from fl_lightning.nets import CNNFashion, LeNet5, LeNet5Classic, LeNetBN
@@ -155,7 +155,7 @@ def test_images_lie_as_convolutions_leave_them(channels: int, order: str) -> Non
         assert images.permute(1, 2, 3, 0).is_contiguous() == (order == "batch")
         assert has_channels_last(images) == (order == "channels")
         back = images.unflatten(1, (CLIENTS, -1)).movedim(1, 0)
-        assert as_it_lies(back, 0, CLIENTS).data_ptr() == images.data_ptr()
+        assert keep_layout(back, 0, CLIENTS).data_ptr() == images.data_ptr()
 
 
 @pytest.mark.parametrize(

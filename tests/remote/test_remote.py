@@ -516,7 +516,7 @@ def test_callbacks_of_the_server_work_as_in_simulation(name: str, tmp_path: Path
 
 
 def test_callbacks_that_look_at_clients_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FederationError, match="MembershipInferenceCallback looks at what only clients see"):
+    with pytest.raises(FederationError, match="MembershipInferenceCallback reads private state of clients"):
         serve(made(), transport(tmp_path), CLIENTS, callbacks=[MembershipInferenceCallback()])
 
 
