@@ -91,7 +91,7 @@ class CheckedCheckpointIO(_WrappingCheckpointIO):
             for other in others(path) if resumes else ():
                 with suppress(FederationError):
                     found = self._load(other, resumes, *args, **kwargs)
-                    rank_zero_warn(f"{damage} The run goes on from {other}, the newest good one in its folder.")
+                    rank_zero_warn(f"{damage} The run resumes from {other}, the newest intact one in its folder.")
                     return found
             raise
 
@@ -126,7 +126,7 @@ def check(path: Path) -> None:
         tail = _last(file, size, COMMENT)
         if tail.startswith(MARK):
             if _checksum(file, size - len(tail)).encode() != tail[len(MARK) :]:
-                raise _damaged(path, "its checksum is another")
+                raise _damaged(path, "its checksum differs")
             return
         file.seek(0)
         whole = _last(file, size, END_SIZE).startswith(END) and tail.endswith(b"\0\0")
@@ -213,11 +213,11 @@ def check_content(path: _PATH, checkpoint: Any, resumes: bool) -> None:
                 "one that was not changed."
             )
     if resumes and not missing and "fit_loop" not in checkpoint["loops"]:
-        raise FederationError(f"No run can go on from {path}, which does not say where a fit was: use another.")
+        raise FederationError(f"No run can resume from {path}, which has no progress of a fit: use another.")
     if resumes and missing:
         raise FederationError(
-            f"No run can go on from {path}, which holds a model alone (no {', '.join(missing)}), as save_weights_only "
-            "writes it: evaluate it, use load_from_checkpoint, or resume from another."
+            f"No run can resume from {path}, which contains only a model (no {', '.join(missing)}), as written by "
+            "save_weights_only: evaluate it, use load_from_checkpoint, or resume from another."
         )
 
 
@@ -232,7 +232,7 @@ def readable(path: Any, method: str = "method") -> Iterator[None]:
         if "needs a network: " not in str(error):
             raise
         raise FederationError(
-            f"The checkpoint {path} does not say how its net is made, as it is not a FedNet: "
+            f"The checkpoint {path} cannot rebuild its net, which is not a FedNet: "
             f"pass the net again: {method}.load_from_checkpoint(path, net=...)."
         ) from error
     except FileNotFoundError as error:

@@ -282,7 +282,7 @@ def _check(module: LightningModule) -> None:
     if isinstance(module, FederatedModule):
         raise FederationError(f"{name} is a federated method already: fit it as it is.")
     if not isinstance(module, LightningModule):
-        raise FederationError(f"federate takes a LightningModule; a plain net goes to a method: FedAvg({name}(...)).")
+        raise FederationError(f"federate takes a LightningModule; pass a plain net to a method: FedAvg({name}(...)).")
     if not module.automatic_optimization:
         raise FederationError(f"{name} optimizes manually, which cannot be split into clients' steps: return a loss.")
     if type(module).training_step is LightningModule.training_step:
@@ -292,9 +292,7 @@ def _check(module: LightningModule) -> None:
     own = [hook for hook in (*IN_STEPS, *OF_THE_RUN) if getattr(type(module), hook) is not _original(hook)]
     if own:
         caller, place = ("local training", "training_step") if own[0] in IN_STEPS else ("a federated run", "a callback")
-        raise FederationError(
-            f"{name} overrides {own[0]}, which {caller} does not call: put what it does into {place}."
-        )
+        raise FederationError(f"{name} overrides {own[0]}, which {caller} does not call: move its code into {place}.")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise FederationError(f"{name} has no trainable parameters.")
 

@@ -143,7 +143,7 @@ def check_aggregation(module: FederatedModule) -> None:
         )
     if module.aggregation is not None and not module.takes_rules:
         raise FederationError(
-            f"The server of {type(module).__name__} weighs clients in a way of its own, which a robust rule would "
+            f"The server of {type(module).__name__} weights clients in its own way, which a robust rule would "
             "undo: leave aggregation out."
         )
 

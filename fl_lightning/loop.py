@@ -219,11 +219,11 @@ class FederatedLoop:
         if lost and unsound and not strange:
             raise FederationError(
                 f"In round {round} the updates of all {len(unsound)} clients ({named}) are not "
-                "finite: lower the learning rate or set clip_norm; if a client may have sent huge values in a round "
-                "before, set aggregation to a robust rule and resume from an earlier checkpoint."
+                "finite: lower the learning rate or set clip_norm; if a client may have sent huge values in an earlier "
+                "round, set aggregation to a robust rule and resume from an earlier checkpoint."
             )
         if lost:
-            raise FederationError(f"In round {round} no client sent what was asked for ({'; '.join(strange[:3])}).")
+            raise FederationError(f"In round {round} no client sent a valid message ({'; '.join(strange[:3])}).")
         if unsound:
             rank_zero_warn(f"Round {round}: left out clients {named}, whose updates are not finite.")
         if strange:

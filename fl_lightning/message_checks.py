@@ -53,7 +53,7 @@ def _wrong_names(expected: Layout, message: Any) -> str | None:
     missing, extra = expected.keys() - message.keys(), message.keys() - expected.keys()
     if missing:
         return f"it lacks {_listed(missing)}"
-    return f"it has {_listed(extra)}, which nobody asked for" if extra else None
+    return f"it has {_listed(extra)}, which was not requested" if extra else None
 
 
 def _wrong_entry(expected: Layout, message: dict[str, Any]) -> str | None:
@@ -68,7 +68,7 @@ def _wrong_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str
     if type(value) is not Tensor:  # a subclass may override anything
         return f"is of type {type(value).__name__}, not a tensor"
     if value.layout != torch.strided or value.device.type == "meta":
-        return "is no dense tensor with values"
+        return "is not a dense tensor with values"
     if value.dtype != dtype:
         return f"is {_plain(value.dtype)}, not {_plain(dtype)}"
     if tuple(value.shape) != shape:
@@ -84,7 +84,7 @@ def _wrong_samples(samples: Any, introduced: int) -> str | None:
     if samples == introduced and samples > 0:
         return None
     said = samples if abs(samples) < MANY else "far too many"  # Python refuses to print very large integers
-    return f"it says {said} samples but joined with {introduced}"
+    return f"it reports {said} samples but joined with {introduced}"
 
 
 def _listed(names: Any) -> str:

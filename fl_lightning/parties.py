@@ -61,7 +61,7 @@ def together(parts: Sequence[LocalData]) -> tuple[Federation, list[int]]:
     """Return the federation that these clients share, and their rows in it."""
     source = parts[0].source
     if any(part.source is not source for part in parts):
-        raise FederationError("Clients whose data lie apart cannot be trained in one stack: train them one by one.")
+        raise FederationError("Clients with separate data cannot be trained in one stack: train them one by one.")
     return source, [part.row for part in parts]
 
 

@@ -126,14 +126,14 @@ def _check_form(saved: dict[str, Any], epoch: int) -> None:
     if not 0 <= saved["rounds"] <= epoch + 1 or saved.get("stages", 0) < 0:
         raise ValueError(f"{saved['rounds']} rounds, {saved.get('stages', 0)} stages, epoch {epoch}")
     if saved["clients"]["private"].keys() != saved["clients"]["counters"].keys():
-        raise ValueError("not the same clients have entries and counters")
+        raise ValueError("entries and counters are of different clients")
 
 
 def _check_entries(module: FederatedModule, saved: dict[str, torch.Tensor]) -> None:
     own = module.state_dict()
     if own.keys() != saved.keys() or any(own[name].shape != saved[name].shape for name in own):
         raise FederationError(
-            f"The checkpoint's model does not fit {type(module.net).__name__}: make the net with the settings it was "
+            f"The checkpoint's model does not fit {type(module.net).__name__}: build the net with the settings it was "
             "trained with, or use load_from_checkpoint."
         )
     if module._trainer is not None and module._trainer.precision == "64-true":
@@ -150,20 +150,20 @@ def _check_run(module: FederatedModule, trainer: Trainer, saved: dict[str, Any])
         return
     if saved["seed"] != module.seed:
         raise FederationError(
-            f"The checkpoint's run had seed {saved['seed']} and cannot go on with seed {module.seed}: "
+            f"The checkpoint's run had seed {saved['seed']} and cannot continue with seed {module.seed}: "
             f"pass seed={saved['seed']}."
         )
     optimizer = module.configure_optimizers()
     given = type(optimizer).__name__
     if isinstance(optimizer, Optimizer) and saved.get("optimizer") not in (None, given):
         raise FederationError(
-            f"The checkpoint's run had the server optimizer {saved['optimizer']} and cannot go on with {given}: pass "
-            "the server_optimizer that it was started with."
+            f"The checkpoint's run had the server optimizer {saved['optimizer']} and cannot continue with {given}: "
+            "pass the server_optimizer that it was started with."
         )
     fingerprint = getattr(trainer.datamodule, "fingerprint", None)  # type: ignore[attr-defined]
     if saved["data"] is not None and fingerprint is not None and saved["data"] != fingerprint:
         raise FederationError(
-            "The checkpoint's run had other data or another partition: continue it with the DataModule settings and "
+            "The checkpoint's run had other data or another partition: resume it with the DataModule settings and "
             "seed it was started with."
         )
 
@@ -180,7 +180,7 @@ def _warn_of_changes(module: FederatedModule, trainer: Trainer, checkpoint: dict
     changed = [f"{name} {new} (was {old})" for name, (new, old) in pairs.items() if new != old and " at 0x" not in new]
     changed += _changed_server_options(module, checkpoint)
     if changed:
-        rank_zero_warn(f"The run goes on with other settings than those of its checkpoint: {', '.join(changed)}.")
+        rank_zero_warn(f"The run continues with other settings than its checkpoint: {', '.join(changed)}.")
 
 
 def _changed_server_options(module: FederatedModule, checkpoint: dict[str, Any]) -> list[str]:
@@ -191,7 +191,7 @@ def _changed_server_options(module: FederatedModule, checkpoint: dict[str, Any])
     now, saved = optimizer.param_groups[0], states[0]["param_groups"][0]
     pairs = {name: (now[name], saved[name]) for name in saved if name != "params" and name in now}
     differ = {name: pair for name, pair in pairs.items() if _text(pair[0]) != _text(pair[1])}
-    return [f"server_optimizer {name} {new}, which does not hold ({old})" for name, (new, old) in differ.items()]
+    return [f"server_optimizer {name} {new}, which is ignored ({old})" for name, (new, old) in differ.items()]
 
 
 def _data(trainer: Trainer) -> Any:

@@ -33,8 +33,8 @@ class Counted(Schedule):
     def __call__(self, progress: float) -> float:
         """Raise an error: a share does not determine a count."""
         raise FederationError(
-            f"{type(self).__name__} counts rounds or steps and cannot follow a share of the run: use Linear, Cosine or "
-            "Sigmoid."
+            f"{type(self).__name__} counts rounds or steps and cannot depend on a share of the run: use Linear, "
+            "Cosine or Sigmoid."
         )
 
     @abstractmethod

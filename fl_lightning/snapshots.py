@@ -148,7 +148,7 @@ class DiskSnapshotStore(SnapshotStore):
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Convert entries to the net's precision; requires a CPU, since the files are memory-mapped."""
         if device.type != "cpu":
-            raise FederationError(f"A store on disk serves runs on a CPU, not on {device}: leave store out.")
+            raise FederationError(f"A store on disk works on a CPU, not on {device}: leave store out.")
         for name, table in list(self._tables.items()):
             like = moved(table[0], device, dtype)
             if like.dtype != table.dtype:

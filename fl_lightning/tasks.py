@@ -186,7 +186,7 @@ class Classification(Task):
     def check(self, output: Tensor, target: Tensor) -> None:
         """Reject targets that are not classes."""
         if target.dim() != 1 or target.is_floating_point():
-            self._refuse("one whole number for each sample, the number of its class", target)
+            self._refuse("one integer per sample, its class", target)
         if output.dim() != 2:
             self._refuse_output("(n, classes)", output)
 
@@ -303,7 +303,7 @@ class Segmentation(Task):
     def check(self, output: Tensor, target: Tensor) -> None:
         """Reject targets that are not masks."""
         if target.dim() < 2 or target.is_floating_point():
-            self._refuse("whole numbers of shape (n, height, width), the class of every pixel", target)
+            self._refuse("integers of shape (n, height, width), the class of every pixel", target)
         counted = target if self.ignore is None else target[target != self.ignore]
         if output.dim() != target.dim() + 1 or output.shape[2:] != target.shape[1:]:
             self._refuse_output(f"(n, classes{_tail(target)})", output)
@@ -346,7 +346,7 @@ class NextToken(Task):
     def check(self, output: Tensor, target: Tensor) -> None:
         """Reject targets that are not tokens."""
         if target.dim() != 2 or target.is_floating_point():
-            self._refuse("whole numbers of shape (n, length), a token for every place", target)
+            self._refuse("integers of shape (n, length), the token at every position", target)
         if output.dim() != 3 or output.shape[1] != target.shape[1]:
             self._refuse_output(f"(n, {target.shape[1]}, tokens)", output)
         _check_range(target if self.ignore is None else target[target != self.ignore], output.shape[2], "token")
@@ -384,7 +384,7 @@ def made(task: Task | Mapping[str, Any] | str | None) -> Task:
         try:
             return kind(**(task.get("init_args") or {}))
         except TypeError as error:
-            raise FederationError(f"The task {kind.__name__} cannot be made: {error}.") from error
+            raise FederationError(f"The task {kind.__name__} cannot be built: {error}.") from error
     if not isinstance(task, Task):
         raise FederationError(
             f"task must be one of {', '.join(TASKS)}, or an object of a class that derives from "

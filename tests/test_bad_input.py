@@ -182,7 +182,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
     (
         "labels in a column",
         lambda: fit(FedAvg(MLP(in_features=3, num_classes=2)), TensorFederation(X, Y[:, None], **LISTS)),
-        "Classification needs one whole number for each sample",
+        "Classification needs one integer per sample",
     ),
     ("a client without samples", lambda: made(train=[[0, 1, 2, 3], []]), "1 of 2 clients have no train samples"),
     (

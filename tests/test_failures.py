@@ -131,9 +131,9 @@ def test_checkpoints_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
         (FedAvg(mlp()), blobs(), tmp_path / "foreign.ckpt", "not written by fl_lightning"),
         (FedProx(mlp()), blobs(), saved, "is of FedAvg, not of FedProx"),
         (FedAvg(mlp(hidden=(8,))), blobs(), saved, "model does not fit MLP"),
-        (FedAvg(mlp(), seed=5), blobs(), saved, "had seed 0 and cannot go on with seed 5: pass seed=0"),
+        (FedAvg(mlp(), seed=5), blobs(), saved, "had seed 0 and cannot continue with seed 5: pass seed=0"),
         (FedAvg(mlp()), blobs(seed=1), saved, "other data or another partition"),
-        (FedAvg(mlp(), server_optimizer=FedAdam), blobs(), saved, "optimizer SGD and cannot go on with FedAdam"),
+        (FedAvg(mlp(), server_optimizer=FedAdam), blobs(), saved, "optimizer SGD and cannot continue with FedAdam"),
     ]
     for method, data, path, sentence in cases:
         with pytest.raises(FederationError, match=sentence):

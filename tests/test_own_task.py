@@ -178,9 +178,9 @@ def test_a_users_validation_step_is_logged_over_clients() -> None:
 @pytest.mark.parametrize(
     ("make", "data", "sentence"),
     [
-        (lambda: FedAvg(net()), numbers, r"Classification needs one whole number for each sample"),
+        (lambda: FedAvg(net()), numbers, r"Classification needs one integer per sample"),
         (lambda: FedAvg(MLP(4, (), 2), task="Regression"), numbers, r"outputs of shape \(n, 1\), not \(n, 2\)"),
-        (lambda: FedAvg(mlp(), task="NextToken"), blobs, r"NextToken needs whole numbers of shape \(n, length\)"),
+        (lambda: FedAvg(mlp(), task="NextToken"), blobs, r"NextToken needs integers of shape \(n, length\)"),
         (lambda: PFedMe(mlp(), optimizer="Adam"), blobs, r"PFedMe moves w towards theta .* plain SGD alone"),
     ],
 )

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.1, "batch_size": 8, "engine": "stacked", "wei
 def test_methods_with_weights_of_their_own_refuse_rules(name: str) -> None:
     kind = getattr(methods, name)
     if name in REFUSING:
-        with pytest.raises(FederationError, match=f"The server of {name} weighs clients in a way of its own"):
+        with pytest.raises(FederationError, match=f"The server of {name} weights clients in its own way"):
             kind(mlp(), aggregation=Median())
     else:
         assert kind(mlp(), aggregation=Median()).aggregation is not None

@@ -66,7 +66,7 @@ def test_earlier_class_paths_load() -> None:
         (lambda: Step(0), r"every must be 1 or more, not 0"),
         (lambda: WarmUp(0), r"length must be 1 or more, not 0"),
         (lambda: Table([]), r"needs at least one"),
-        (lambda: Step(3)(0.5), r"Step counts rounds or steps and cannot follow a share"),
+        (lambda: Step(3)(0.5), r"Step counts rounds or steps and cannot depend on a share"),
     ],
 )
 def test_what_cannot_be_meant(call: Any, sentence: str) -> None:

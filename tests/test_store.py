@@ -101,7 +101,7 @@ def test_entries_must_be_those_of_all_clients_and_the_run_on_a_cpu(tmp_path: Pat
     store[0] = ClientSnapshot({"w": torch.zeros(2)})
     with pytest.raises(FederationError, match="keep the same entries"):
         store[1] = ClientSnapshot({"v": torch.zeros(2)})
-    with pytest.raises(FederationError, match="serves runs on a CPU, not on cuda"):
+    with pytest.raises(FederationError, match="works on a CPU, not on cuda"):
         store.to(torch.device("cuda"), torch.float32)
 
 

@@ -160,11 +160,11 @@ def test_specs_make_the_same_again(task: Task) -> None:
         (MultiLabel(), (3, 4), torch.ones(3, 2), r"outputs of shape \(n, 2\), not \(n, 4\)"),
         (Regression(), (3, 1), torch.tensor([1.0, math.nan, 0.0]), r"targets that are finite"),
         (Regression(), (3, 2), torch.zeros(3), r"outputs of shape \(n, 1\), not \(n, 2\)"),
-        (Segmentation(), (3, 2, 4, 4), torch.zeros(3), r"needs whole numbers of shape \(n, height, width\)"),
+        (Segmentation(), (3, 2, 4, 4), torch.zeros(3), r"needs integers of shape \(n, height, width\)"),
         (Segmentation(), (3, 2, 2, 2), torch.zeros(3, 4, 4).long(), r"outputs of shape \(n, classes, 4, 4\)"),
         (Segmentation(), (3, 2, 4, 4), torch.full((3, 4, 4), 5), r"Targets name class 5 to 5, .* outputs for 0 to 1"),
         (NextToken(), (3, 5), torch.zeros(3, 4).long(), r"outputs of shape \(n, 4, tokens\)"),
-        (NextToken(), (3, 4, 5), torch.zeros(3, 4), r"NextToken needs whole numbers of shape \(n, length\)"),
+        (NextToken(), (3, 4, 5), torch.zeros(3, 4), r"NextToken needs integers of shape \(n, length\)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(task: Task, output: tuple[int, ...], target: Tensor, sentence: str) -> None:

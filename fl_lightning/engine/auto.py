@@ -169,7 +169,7 @@ def _fastest(probes: Sequence[Probe], steps: int) -> tuple[str, str]:
         speeds = ", ".join(
             f"{p.engine.name} {seconds[0] / s:.2f}" for p, s in zip(probes[1:], seconds[1:], strict=True)
         )
-        return probes[0].engine.name, f"the others run at these parts of its speed: {speeds}"
+        return probes[0].engine.name, f"the others run at these shares of its speed: {speeds}"
     return probes[best].engine.name, f"{seconds[0] / seconds[best]:.2f} times the speed of sequential training"
 
 

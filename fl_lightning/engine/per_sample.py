@@ -39,7 +39,7 @@ def per_sample(move: Move, bound: float, std: float, dropout: Collection[str] = 
             update = move(state, single, phase, functional_gradient)
             if update.add or update.replace:
                 raise FederationError(
-                    "Private SGD bounds gradients, but this method changes entries by something else: use a method "
+                    "Private SGD bounds gradients, but this method changes entries in other ways: use a method "
                     "that trains by gradients alone."
                 )
             norm = torch.stack([g.pow(2).sum() for g in update.grads.values()]).sum().sqrt()

@@ -283,8 +283,8 @@ class _Worker:
         self.process.kill()
         clients = ", ".join(map(str, [] if self.task is None else self.task.clients[:10]))
         raise FederationError(
-            f"{self} has not taken a step for {self.timeout:g} seconds while it trained clients {clients}: see what it "
-            "waits for, or let FL_LIGHTNING_TIMEOUT be longer than any step takes; the last checkpoint is intact."
+            f"{self} has taken no step for {self.timeout:g} seconds while training clients {clients}: find out what it "
+            "waits for, or set FL_LIGHTNING_TIMEOUT above the duration of any step; the last checkpoint is intact."
         )
 
     def stop(self) -> None:

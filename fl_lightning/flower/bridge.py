@@ -175,7 +175,7 @@ class GridTransport:
             late, since = self._late.pop(number)
             if header["kind"] == "reply":
                 seconds = time.monotonic() - since
-                log.warning("%s answered %.1f s after the time limit; its reply is left out.", late, seconds)
+                log.warning("%s answered %.1f s after the time limit; its reply is dropped.", late, seconds)
 
     def _drop(self, connection: Connection[Any, Any]) -> None:
         """Fail the pending requests of a lost connection."""
@@ -250,7 +250,7 @@ class Worker:
         except FederationError as error:
             reason = str(error).rstrip(".")
         except Exception:
-            log.exception("This site could not answer a message; the server is told that, and not why.")
+            log.exception("This site could not answer a message; the server does not learn the reason.")
             reason = "its worker failed; the site's own log says why"
         try:
             if reason:
@@ -258,7 +258,7 @@ class Worker:
             else:
                 send(connection, "reply", reply)
         except OSError:
-            log.warning("A ClientApp ended before it took its reply.")
+            log.warning("A ClientApp ended before it received its reply.")
 
 
 def _names(given: Mapping[int, str]) -> dict[int, str]:

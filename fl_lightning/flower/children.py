@@ -160,7 +160,7 @@ class Child:
             self._had = self._had or STARTER[:15] in names
             missed = 0 if names or not self._had else missed + 1
             if missed > 1 and not self._ended.is_set():
-                log.warning("What the %s starts apps with has ended: it is started again.", self.name)
+                log.warning("The process that starts apps for the %s has ended: it is restarted.", self.name)
                 process.kill()
 
     def _listen(self, process: subprocess.Popen[str], output: object) -> None:

@@ -22,12 +22,12 @@ def answer(message: Message, context: Context) -> Message:
     try:
         connection = connect(Path(str(context.node_config["socket"])), PATIENCE)
     except (ConnectionError, KeyError):
-        return _failed(message, "its worker does not run")
+        return _failed(message, "its worker is not running")
     try:
         send(connection, "ask", unpacked(message.content))
         header, payload = receive(connection)
     except (EOFError, OSError):
-        return _failed(message, "its worker ended while it worked")
+        return _failed(message, "its worker ended while working on the request")
     finally:
         connection.close()
     if header["kind"] == "failed":

@@ -174,7 +174,7 @@ def _check_server(keys: ServerKeys, names: Sequence[str]) -> None:
     again = f"Remove {keys.certificate} to have another one signed by the same authority."
     certificate = x509.load_pem_x509_certificate(keys.certificate.read_bytes())
     if certificate.not_valid_after_utc < datetime.now(UTC):
-        raise FederationError(f"{keys.certificate} ended on {certificate.not_valid_after_utc:%Y-%m-%d}. {again}")
+        raise FederationError(f"{keys.certificate} expired on {certificate.not_valid_after_utc:%Y-%m-%d}. {again}")
     held = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     known = {str(name.value) for name in held}
     missing = [name for name in names if name not in known]

@@ -62,7 +62,7 @@ class Bridge:
             self.told = self.online
         for message, (number, node, since) in list(self.asked.items()):
             if node in self.online and self.online[node][1] != since:
-                self.failed(message, number, "it was started again while it was asked")
+                self.failed(message, number, "it was restarted while working on the request")
 
     def ask(self) -> None:
         """Forward one request of the training process."""

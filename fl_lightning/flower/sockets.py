@@ -86,7 +86,7 @@ def connect(path: Path, seconds: float) -> Connection[Any, Any]:
         except OSError as error:
             plain.close()
             if time.monotonic() > until:
-                raise ConnectionError(f"Nobody listens on {path}.") from error
+                raise ConnectionError(f"No process listens on {path}.") from error
             time.sleep(0.1)
 
 

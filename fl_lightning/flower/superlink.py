@@ -120,7 +120,7 @@ class Superlink:
             words = dict.fromkeys(asked, _plain(done.stdout))
         for name, said in words.items():
             if said and "already in use" not in said:
-                refused[name] = f"The superlink did not take the key {sites[name]}: {said}"
+                refused[name] = f"The superlink rejected the key {sites[name]}: {said}"
         return refused
 
     def submit(self, run_socket: Path) -> None:

@@ -91,7 +91,7 @@ def library() -> Kernels | None:
                 try:
                     return _loaded(compiler, flags, cache_folder())
                 except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
-                    log.info("%s %s does not make the kernels: %s", compiler, " ".join(flags), error)
+                    log.info("%s %s cannot compile the kernels: %s", compiler, " ".join(flags), error)
     return None
 
 

@@ -162,7 +162,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise FederationError(f"{path} holds no weights that can be read safely ({type(error).__name__}).") from error
+        raise FederationError(f"{path} has no weights that can be loaded safely ({type(error).__name__}).") from error
     state: Mapping[str, Tensor] = found.get("state_dict", found)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 

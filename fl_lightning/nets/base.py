@@ -84,7 +84,7 @@ class FedNet(nn.Module):
         except FederationError:
             raise
         except (TypeError, ValueError) as error:
-            raise FederationError(f"The network {path} cannot be made with {arguments!r}: {error}.") from error
+            raise FederationError(f"The network {path} cannot be built with {arguments!r}: {error}.") from error
 
 
 class LossNet(nn.Module):

@@ -93,7 +93,7 @@ def noise_shapes(net: nn.Module, sample_batch: Tensor) -> dict[str, tuple[int, .
         if name in shapes:
             raise FederationError(
                 f"The dropout layer {name.removesuffix('.noise')} is applied several times in one forward: "
-                "give each place its own layer."
+                "use a separate layer each time."
             )
         shapes[name] = tuple(x.shape)
         layer.noise = torch.ones_like(x)

@@ -57,7 +57,7 @@ def add_norms(net: nn.Module) -> nn.Module:
     layers = feature_layers(net)
     if not layers:
         raise FederationError(
-            f"{type(net).__name__} has no layer to put normalisation after: add_norm needs a convolution, a recurrent "
+            f"{type(net).__name__} has no layer to normalise: add_norm needs a convolution, a recurrent "
             "or a hidden fully connected layer."
         )
     for layer in layers.values():

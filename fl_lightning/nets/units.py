@@ -151,7 +151,7 @@ def recurrent_units(net: nn.Module, layer: str, readers: Sequence[str], norms: S
     """
     module: Any = net.get_submodule(layer)
     if module.proj_size:
-        raise FederationError(f"Units of {layer} cannot be told apart: it projects them.")
+        raise FederationError(f"Units of {layer} cannot be identified, because it projects them.")
     gates = next(number for kind, number in GATES.items() if isinstance(module, kind))
     width, directions, found = int(module.hidden_size), 2 if module.bidirectional else 1, []
     suffixes = ["", "_reverse"][:directions]

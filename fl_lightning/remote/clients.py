@@ -342,7 +342,7 @@ class RemoteClients:
         header, parts = answered(client, reply)
         replies = header.get("replies")
         if type(replies) is not list or len(replies) != sum(map(len, asked.values())):
-            raise FederationError("it did not answer what it was asked.")
+            raise FederationError("its answers do not match the request.")
         place = 0
         for key, jobs in asked.items():
             places = range(place, place + len(jobs))

@@ -147,7 +147,7 @@ class Members:
         for other, known in self.told.items():
             different = [name for name in COMMON if header[name] != known.header[name]]
             if other != client and layout != layout_of(known.parts.get("told", {})):
-                raise FederationError(f"it tells other entries on joining than client {other}.")
+                raise FederationError(f"its introduction has other entries than that of client {other}.")
             if different and other != client:
                 name = different[0]
                 raise FederationError(
@@ -177,10 +177,10 @@ def _check_form(header: Mapping[str, Any]) -> None:
     if type(samples) is not dict or sorted(samples) != ["test", "train", "val"]:
         raise FederationError("it does not say how many samples it has.")
     if any(type(number) is not int or number < 0 for number in samples.values()) or not samples["train"]:
-        raise FederationError(f"it says that it has {samples} samples.")
+        raise FederationError(f"it reports {samples} samples.")
     known = type(targets) is list and len(targets) == 2 and type(header.get("classes")) is int and "tokens" in header
     if not known or not _is_shape(shape) or not _is_shape(targets[0]):  # type: ignore[index]
-        raise FederationError("it does not say what its samples are like.")
+        raise FederationError("it does not describe its samples.")
     for name in (targets[1], header["tokens"]):  # type: ignore[index]
         if name is not None:
             dtype_named(name)

@@ -33,7 +33,7 @@ def named(clients: Sequence[int], reasons: Mapping[int, str]) -> str:
 def check_reply(job: Mapping[str, Any], said: Any, sent: State) -> None:
     """Reject a malformed reply; its tensors are checked when they are aggregated."""
     if type(said) is not dict or not _FORMS[job["kind"]](said, sent):
-        raise FederationError("its answer is not of the form that was asked for.")
+        raise FederationError("its answer is malformed.")
 
 
 def is_trained(said: Any) -> bool:

@@ -120,7 +120,7 @@ class SecureSession:
             try:
                 found[client] = form(header["answer"])
             except (KeyError, ValueError, TypeError, AttributeError):
-                self.reasons[client] = "its answer is not of the form that was asked for."
+                self.reasons[client] = "its answer is malformed."
         return found
 
     def _masked(
@@ -133,7 +133,7 @@ class SecureSession:
             answer: Any = header.get("answer")
             vector: Any = tensors.get("0", {}).get("masked")
             if not is_trained(answer) or (answer["sound"] and not _is_vector(vector)):
-                self.reasons[client] = "its answer is not of the form that was asked for."
+                self.reasons[client] = "its answer is malformed."
                 continue
             said[client] = answer
             if answer["sound"]:
@@ -219,5 +219,5 @@ def _empty(layout: str, length: int) -> State:
     if sum(math.prod(shape) for _, shape, _ in entries) + TAIL != length or any(
         size < 0 for _, shape, _ in entries for size in shape
     ):
-        raise FederationError("The clients' messages do not have the layout that they say.")
+        raise FederationError("The clients' messages do not have their stated layout.")
     return {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in entries}

@@ -82,7 +82,7 @@ class SecureMember:
             return {"keys": [self._session.cipher.public, self._session.mask.public]}
         session = self._session
         if session is None or session.name != name:
-            raise FederationError("This site takes part in no such session of secure aggregation, or no longer.")
+            raise FederationError("This site has no such session of secure aggregation, or has ended it.")
         try:
             following = _after(session.stage)
             if stage != following:
@@ -96,7 +96,7 @@ class SecureMember:
             raise
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             self.close()
-            raise FederationError(f"The server's stage {stage!r} of secure aggregation is not of the form.") from error
+            raise FederationError(f"The server's stage {stage!r} of secure aggregation is malformed.") from error
 
     def close(self) -> None:
         """Erase all secrets of the session."""
@@ -111,7 +111,7 @@ class SecureMember:
         """Mask the values: uniformly random to anyone without the seed of the site's own mask."""
         session = self._session
         if session is None or session.stage != MASKED or not session.seed:
-            raise FederationError("This site has nobody to add its values up with.")
+            raise FederationError("No other site is left to add values up with.")
         sent = values + keys.mask(session.seed, OWN, len(values))
         for other in session.shares.keys() - {self.client}:
             common = keys.mask(keys.agreed(session.mask.private, session.public[other]), COMMON, len(values))

@@ -46,7 +46,8 @@ class PrivateStore:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise FederationError(
-                f"What the client keeps cannot be written to {self.folder} ({error.strerror}): name another folder."
+                f"The client's private state cannot be written to {self.folder} ({error.strerror}): name another "
+                "folder."
             ) from error
 
     def save(self, number: int, snapshot: ClientSnapshot) -> str:
@@ -60,21 +61,21 @@ class PrivateStore:
             replace(self._path(number, version), data)
         except OSError as error:
             raise FederationError(
-                f"What the client keeps cannot be written to {self.folder} ({error.strerror}): free some space."
+                f"The client's private state cannot be written to {self.folder} ({error.strerror}): free some space."
             ) from error
         return version
 
     def load(self, number: int, version: str) -> ClientSnapshot:
         """Load the version that the server refers to."""
         if not is_version(version):
-            raise FederationError(f"{version!r} is no version of what a client keeps.")
+            raise FederationError(f"{version!r} is not a version of a client's private state.")
         path = self._path(number, version)
         try:
             data = path.read_bytes()
         except OSError as error:
             raise FederationError(
-                f"The server counts on version {version} of what client {number} keeps, which is not in {self.folder}: "
-                "bring back the folder from a backup, or start a run of another name."
+                f"The server refers to version {version} of client {number}'s private state, which is not in "
+                f"{self.folder}: bring back the folder from a backup, or start a run of another name."
             ) from error
         if hashlib.sha256(data[:-CHECKSUM]).digest() != data[-CHECKSUM:]:
             raise FederationError(f"{path} was damaged: bring it back from a backup.")

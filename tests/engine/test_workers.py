@@ -215,7 +215,7 @@ def test_a_worker_that_hangs_ends_the_run_with_its_name_and_is_gone() -> None:
             seen.extend(worker.process for worker in pl_module.engine._pool)
 
     with pytest.raises(
-        FederationError, match=r"Worker 1 \(process \d+\) has not taken a step for 0\.5 seconds while it"
+        FederationError, match=r"Worker 1 \(process \d+\) has taken no step for 0\.5 seconds while training"
     ):
         fit(method, blobs(), rounds=3, callbacks=[Stopper(), Look()])
     method.engine.reset()

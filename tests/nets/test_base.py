@@ -129,9 +129,9 @@ def test_wrong_arguments_fail_as_python_says() -> None:
         ({"class_path": "no_such_package.Net"}, "cannot be imported"),
         ({"class_path": "here.<locals>.Net"}, "cannot be imported"),
         ({"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}, "is not a network"),
-        ({"class_path": "fl_lightning.nets.MLP", "init_args": {"colour": 1}}, "cannot be made"),
-        ({"class_path": "fl_lightning.nets.MLP", "init_args": [1]}, "cannot be made"),
-        ({"class_path": f"{__name__}.Required"}, "cannot be made"),
+        ({"class_path": "fl_lightning.nets.MLP", "init_args": {"colour": 1}}, "cannot be built"),
+        ({"class_path": "fl_lightning.nets.MLP", "init_args": [1]}, "cannot be built"),
+        ({"class_path": f"{__name__}.Required"}, "cannot be built"),
     ],
 )
 def test_wrong_spec_is_one_sentence(spec: Any, says: str) -> None:
