@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from fl_lightning import loggers
 from fl_lightning.metrics import attack_auroc, clopper_pearson, psnr, roc, ssim
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def rules_figure(accuracies: Mapping[str, Mapping[str, float]], title: str = "")
 def show_figure(
     trainer: Trainer, name: str, make: Callable[[], Figure], step: int, folder: str | None = None
 ) -> str | None:
-    """Log a picture to TensorBoard and write it to the log folder; returns the file's name, if one is written.
+    """Give a picture to the loggers and write it to the log folder; returns the file's name, if one is written.
 
     Args:
         trainer: whose loggers are meant.
@@ -132,13 +132,11 @@ def show_figure(
         step: the number of rounds.
         folder: where the file is written; None means the Trainer's log folder.
     """
-    boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
     where = folder or trainer.log_dir
-    if not trainer.is_global_zero or (not boards and where is None):
+    if not trainer.is_global_zero or (not trainer.loggers and where is None):
         return None
     figure = make()
-    for board in boards:
-        board.experiment.add_figure(name, figure, step, close=False)
+    loggers.show(trainer, name, figure, step, files=False)
     if where is None:
         return None
     path = Path(where) / f"{name.replace('/', '_')}.png"
