@@ -259,7 +259,7 @@ class ServerSide(NamedModel):
 
 
 class AdversarySide(ServerSide):
-    """What an adversary can infer from a method's messages; see :mod:`fl_lightning.privacy`."""
+    """Adversary of a method, with what it can infer from messages; see :mod:`fl_lightning.privacy`."""
 
     def revealed(self, message: State) -> State:
         """Return the entries of the net that a message, up or down, reveals to its reader."""

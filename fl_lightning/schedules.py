@@ -57,7 +57,7 @@ class Sigmoid(Schedule):
         self.slope = slope
 
     def __call__(self, progress: float) -> float:
-        """The value at ``progress``."""
+        """Return the value at ``progress``."""
         return 1 / (1 + math.exp(self.slope * (2 * progress - 1)))
 
 
@@ -96,7 +96,7 @@ class Linear(Schedule):
         self.start, self.end = start, end
 
     def __call__(self, progress: float) -> float:
-        """The value at ``progress``."""
+        """Return the value at ``progress``."""
         return self.start + (self.end - self.start) * progress
 
 
@@ -115,7 +115,7 @@ class Cosine(Schedule):
         self.end = end
 
     def __call__(self, progress: float) -> float:
-        """The value at ``progress``."""
+        """Return the value at ``progress``."""
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * progress)) / 2
 
 

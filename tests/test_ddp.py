@@ -53,7 +53,7 @@ def test_two_ranks_agree_with_one_process(kind: str, engine: str, tmp_path: Path
     assert first["ledger"] == second["ledger"] == alone["ledger"]
 
 
-def test_a_message_is_sent_without_the_stack_it_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_is_pickled_without_the_stack_it_is_a_view_of(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = torch.arange(16000.0).view(16, 1000)
     returned = [Returned(Message(client, {"w": stack[client]}, 1)) for client in reversed(range(16))]
     sent: list[int] = []

@@ -36,7 +36,7 @@ class Counted(int):
     __hash__ = int.__hash__
 
 
-def test_what_was_asked_for() -> None:
+def test_valid_messages() -> None:
     assert check_message(WANTED, GOOD, 7, 7) is None
     assert check_message(WANTED, dict(reversed(GOOD.items())), 7, 7) is None
     assert check_message(WANTED, {**GOOD, "w": GOOD["w"].t().contiguous().t()}, 7, 7) is None
@@ -72,7 +72,7 @@ def test_what_was_asked_for() -> None:
         ({**GOOD, "b": torch.tensor([0.0, -math.inf, 0.0])}, "entry b is not finite"),
     ],
 )
-def test_what_was_not(message: Any, says: str) -> None:
+def test_invalid_messages(message: Any, says: str) -> None:
     found = check_message(WANTED, message, 7, 7)
     assert found is not None
     assert re.search(says, found), found

@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_metrics_of_clients_are_scikit_learns() -> None:
+def test_metrics_of_clients_equal_scikit_learn() -> None:
     data = numbers(global_test=[0, 14, 23])
     method = FedAvg(net(), **OPTIONS)
     logged = fit(method, data, 2).callback_metrics
@@ -184,7 +184,7 @@ def test_a_users_validation_step_is_logged_over_clients() -> None:
         (lambda: PFedMe(mlp(), optimizer="Adam"), blobs, r"PFedMe moves w towards theta .* plain SGD alone"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Any, data: Any, sentence: str) -> None:
+def test_tasks_that_do_not_fit_are_rejected(make: Any, data: Any, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         fit(make(), data(), 1)
 

@@ -28,7 +28,7 @@ def test_a_file_grows_and_keeps_what_it_holds(tmp_path: Path) -> None:
     assert path.stat().st_size == 8000
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(number: int, start: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -37,7 +37,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         reserve(tmp_path / "rows", 3_000_000)
 
 
-def test_a_file_size_limit_is_a_sentence_and_no_signal(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_a_clear_error_not_a_signal(tmp_path: Path) -> None:
     if (pid := os.fork()) == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

@@ -29,7 +29,7 @@ def operations(function: Callable[..., Any]) -> int:
     return sum(node.op == "call_function" for node in function.__self__.graph.nodes)  # type: ignore[attr-defined]
 
 
-def test_a_product_is_left_to_the_update_also_when_transposed() -> None:
+def test_products_stay_unevaluated_even_if_transposed() -> None:
     w, x, g = torch.randn(3, 4, 5), torch.randn(3, 2, 5), torch.randn(3, 2, 4)
 
     def step(w: Tensor, x: Tensor, g: Tensor) -> list[Tensor]:
@@ -44,7 +44,7 @@ def test_a_product_is_left_to_the_update_also_when_transposed() -> None:
     assert all(isinstance(p, Product) for p in products)
 
 
-def test_a_product_with_the_state_itself_is_multiplied_out() -> None:
+def test_a_product_with_the_state_itself_is_evaluated() -> None:
     """Else one update would read what another has just written."""
     w, x = torch.randn(3, 4, 5), torch.randn(3, 2, 4)
 
@@ -67,7 +67,7 @@ def test_a_product_with_the_state_itself_is_multiplied_out() -> None:
         lambda w: w.unfold(1, 2, 2)[:, 0].mT,
     ],
 )
-def test_a_product_with_a_part_of_the_state_is_multiplied_out(part: Callable[[Tensor], Tensor]) -> None:
+def test_a_product_with_a_view_of_the_state_is_evaluated(part: Callable[[Tensor], Tensor]) -> None:
     """However it was taken out: it changes with the state."""
     w, v, x = torch.randn(3, 4, 5), torch.randn(3, 4, 5), torch.randn(3, 4, 2)
 
@@ -77,7 +77,7 @@ def test_a_product_with_a_part_of_the_state_is_multiplied_out(part: Callable[[Te
     assert optimized(step, w, v, x, states=2, changes={1: 1, 2: 0, 3: 1}).products.keys() == {3}
 
 
-def test_a_product_that_is_used_otherwise_is_multiplied_out() -> None:
+def test_a_product_with_other_uses_is_evaluated() -> None:
     w, x = torch.randn(3, 4, 5), torch.randn(3, 2, 4)
 
     def step(w: Tensor, x: Tensor) -> list[Tensor]:
@@ -103,7 +103,7 @@ def sums(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tens
 
 
 @pytest.mark.parametrize("output", [1, 2, 3])
-def test_what_is_added_to_a_product_is_left_to_the_update_too(output: int) -> None:
+def test_summands_of_a_product_stay_unevaluated(output: int) -> None:
     inputs = pieces()
     made = optimized(lambda *given: [sums(*given)[0], sums(*given)[output]], *inputs, states=3, changes={1: 0})
     _, product = run(made, inputs, 3)
@@ -116,7 +116,7 @@ def test_what_is_added_to_a_product_is_left_to_the_update_too(output: int) -> No
     torch.testing.assert_close(velocity, 0.5 + expected - product.own * inputs[0])
 
 
-def test_a_sum_of_products_is_added_up_at_once() -> None:
+def test_a_sum_of_products_is_evaluated() -> None:
     inputs = pieces()
 
     def step(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tensor) -> list[Tensor]:
@@ -125,7 +125,7 @@ def test_a_sum_of_products_is_added_up_at_once() -> None:
     assert optimized(step, *inputs, states=3, changes={1: 0}).products == {}
 
 
-def test_a_product_may_change_two_entries_but_no_sum_reads_what_another_writes() -> None:
+def test_a_product_may_change_two_entries_but_no_sum_reads_a_changed_entry() -> None:
     inputs = pieces()
 
     def twice(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tensor) -> list[Tensor]:
@@ -149,7 +149,7 @@ def test_a_product_may_change_two_entries_but_no_sum_reads_what_another_writes()
     assert optimize(traced, 3, {1: 0, 2: 2}, written=[1]).products == {}
 
 
-def test_views_of_the_state_and_constants_are_made_once_and_follow_its_changes() -> None:
+def test_views_of_the_state_and_constants_are_computed_once_and_stay_valid() -> None:
     w, x = torch.randn(3, 4, 5), torch.randn(3, 2, 5)
 
     def step(w: Tensor, x: Tensor) -> list[Tensor]:
@@ -164,14 +164,14 @@ def test_views_of_the_state_and_constants_are_made_once_and_follow_its_changes()
     torch.testing.assert_close(made.run(*bound, w, x)[0], step(w, x)[0])
 
 
-def test_what_is_drawn_is_drawn_at_every_step() -> None:
+def test_random_operations_run_at_every_step() -> None:
     x = torch.randn(3)
     made = optimized(lambda x: [x + torch.bernoulli(torch.full_like(x, 0.5))], x, states=0, changes={})
     assert (operations(made.bind), operations(made.run)) == (1, 2)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_what_is_written_to_is_not_merged(order: str) -> None:
+def test_mutated_graphs_are_not_merged(order: str) -> None:
     x = torch.randn(3)
 
     def step(x: Tensor) -> list[Tensor]:
@@ -188,7 +188,7 @@ def test_what_is_written_to_is_not_merged(order: str) -> None:
         torch.testing.assert_close(run(made, [x], 0), step(x))
 
 
-def test_operations_are_called_by_cheaper_names_with_the_same_arguments() -> None:
+def test_operations_are_replaced_by_cheaper_equivalent_calls() -> None:
     """Also those whose first argument is a number."""
 
     def step(x: Tensor) -> list[Tensor]:

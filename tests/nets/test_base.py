@@ -74,7 +74,7 @@ def test_spec_values_are_plain_python() -> None:
     assert classes == 3
 
 
-def test_spec_is_a_copy_of_what_came_in_and_of_what_goes_out() -> None:
+def test_spec_is_copied_on_input_and_output() -> None:
     hidden = [4]
     net = MLP(8, hidden)
     hidden.append(5)
@@ -106,7 +106,7 @@ def test_two_nets_of_one_class_keep_their_own_spec() -> None:
     assert (one.spec["init_args"]["in_features"], two.spec["init_args"]["in_features"]) == (3, 4)
 
 
-def test_what_no_plain_value_stands_for_is_said_when_asked() -> None:
+def test_arguments_that_are_not_plain_values_raise_when_the_spec_is_read() -> None:
     net = Wraps(nn.Linear(1, 1))
     with pytest.raises(FederationError, match=r"Wraps cannot be described .*type Linear"):
         _ = net.spec

@@ -95,7 +95,7 @@ def test_messages_keep_types_shapes_and_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"x", b"\x00" * 100, seal({}, {})[:-3], b"\xff" * 8 + b"{}", b"[" * 10**5])
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
-    with pytest.raises(FederationError, match="no message of fl_lightning"):
+    with pytest.raises(FederationError, match="not a message of fl_lightning"):
         unseal(data)
 
 
@@ -245,7 +245,7 @@ def no_counters(header: Any, parts: Any) -> None:
         (samples, "but joined with"),
         (no_replies, "do not match the request"),
         (no_counters, "malformed"),
-        (b"garbage", "no message"),
+        (b"garbage", "not a message"),
         ("the node is offline", "offline"),
     ],
 )
@@ -396,7 +396,7 @@ def test_errors_at_a_site_say_no_more_than_their_kind(tmp_path: Path) -> None:
     site = transport(tmp_path).sites["node-0"]
     request = seal({"kind": "work", "run": site.run.fingerprint, "jobs": [{"kind": "steal"}]}, {})
     assert unseal(site.answer(request)).header["refused"] == "the site could not answer (KeyError); its log says why"
-    assert "no message" in unseal(site.answer(b"x")).header["refused"]
+    assert "not a message" in unseal(site.answer(b"x")).header["refused"]
 
 
 # ---- what leaves ---------------------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ def test_keys_of_one_server_for_several_clients_are_refused() -> None:
     server.refused(SHARE, "one key twice", keys={**server.public, 3: server.public[2]})
     server.refused(SHARE, "other keys of this site", client=1, keys={**server.public, 1: server.public[2]})
     server.refused(SHARE, "other keys of this site", client=2, keys={c: k for c, k in server.public.items() if c != 2})
-    server.refused(SHARE, "is none", client=3, keys={**server.public, 1: ["a", "b"]})
+    server.refused(SHARE, "is invalid", client=3, keys={**server.public, 1: ["a", "b"]})
     server = Hostile()
     server.refused(SHARE, "malformed", keys={**server.public, 1: "abc"})
 
