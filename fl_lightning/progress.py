@@ -6,12 +6,14 @@ count trained clients; validation, test and prediction look as usual.
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedColumn
+from rich.console import Console
 from rich.progress import Task
 from rich.text import Text
 
@@ -138,8 +140,8 @@ class FederatedRichProgressBar(RichProgressBar):
 class RoundProgress(ProgressBar):
     """The command line's progress display: round, clients done, local steps per second, mean score, remaining time.
 
-    ``Trainer(callbacks=[RoundProgress()])`` uses it from Python. Without a terminal it prints a plain line every ten
-    seconds.
+    ``Trainer(callbacks=[RoundProgress()])`` uses it from Python. In a notebook it is one live line, without a terminal a
+    plain line every ten seconds.
 
     Args:
         quiet: whether to show nothing.
@@ -251,3 +253,23 @@ def federated_progress_bar(bar: ProgressBar | None) -> ProgressBar | None:
     if not bar._enabled:
         ours.disable()
     return ours
+
+
+def federated_progress_bars(bar: ProgressBar | None) -> list[ProgressBar]:
+    """What replaces a Trainer's progress bar: the federated one.
+
+    Rich, Lightning's default, shows nothing but warnings in a notebook without ipywidgets; it is turned off there, and
+    the line of :class:`RoundProgress` comes instead. Lightning takes a bar away for one of its subclass alone.
+    """
+    ours = federated_progress_bar(bar)
+    if ours is None:
+        return []
+    if isinstance(ours, FederatedRichProgressBar) and ours.is_enabled and _plain_notebook():
+        ours.disable()
+        return [RoundProgress(), ours]
+    return [ours]
+
+
+def _plain_notebook() -> bool:
+    """Whether this is a notebook without widgets."""
+    return Console().is_jupyter and importlib.util.find_spec("ipywidgets") is None

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 MOST = 12
 
 
-def roc_figure(attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4) -> Figure:
+def roc_figure(
+    attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4, found: str = "members found"
+) -> Figure:
     """ROC curves on logarithmic axes, with the exact 95% interval of the members found.
 
     Args:
         attacks: scores and members by name.
         least: where the axes begin, unless one over the number of non-members is larger.
+        found: what the upright axis is called.
     """
     from matplotlib.figure import Figure
 
@@ -36,17 +39,17 @@ def roc_figure(attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4
     for name, (scores, members) in attacks.items():
         if bool(scores.isnan().any()):
             continue
-        alarms, found = (rate.cpu() for rate in roc(scores, members))
+        alarms, hits = (rate.cpu() for rate in roc(scores, members))
         total = int(members.sum())
         start = min(start, max(least, 1 / int((~members).sum())))
         some = torch.unique(torch.linspace(0, len(alarms) - 1, 200).round().long())
-        ends = [clopper_pearson(round(float(share) * total), total) for share in found[some]]
-        (line,) = axes.plot(alarms, found, label=f"{name}: AUROC {float(attack_auroc(scores, members)):.3f}")
+        ends = [clopper_pearson(round(float(share) * total), total) for share in hits[some]]
+        (line,) = axes.plot(alarms, hits, label=f"{name}: AUROC {float(attack_auroc(scores, members)):.3f}")
         low, high = zip(*ends, strict=True)
         axes.fill_between(alarms[some], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.plot([start, 1], [start, 1], color="grey", linestyle=":", label="chance")
     axes.set(xscale="log", yscale="log", xlim=(start, 1), ylim=(start, 1))
-    axes.set(xlabel="false alarms", ylabel="members found")
+    axes.set(xlabel="false alarms", ylabel=found)
     axes.legend(fontsize="x-small", loc="lower right")
     return figure
 
