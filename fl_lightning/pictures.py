@@ -48,7 +48,7 @@ def for_tiles() -> contextlib.AbstractContextManager[None]:
 
 
 def letters() -> float:
-    """The size of letters in points: 10, and more within :func:`for_tiles`."""
+    """Return the font size in points: 10, and more within :func:`for_tiles`."""
     from matplotlib import rcParams
 
     return float(rcParams["font.size"])

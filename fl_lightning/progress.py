@@ -140,8 +140,8 @@ class FederatedRichProgressBar(RichProgressBar):
 class RoundProgress(ProgressBar):
     """The command line's progress display: round, clients done, local steps per second, mean score, remaining time.
 
-    ``Trainer(callbacks=[RoundProgress()])`` uses it from Python. In a notebook it is one live line, without a terminal a
-    plain line every ten seconds.
+    ``Trainer(callbacks=[RoundProgress()])`` uses it from Python. In a notebook it is one live line, without a
+    terminal a plain line every ten seconds.
 
     Args:
         quiet: whether to show nothing.
@@ -256,10 +256,10 @@ def federated_progress_bar(bar: ProgressBar | None) -> ProgressBar | None:
 
 
 def federated_progress_bars(bar: ProgressBar | None) -> list[ProgressBar]:
-    """What replaces a Trainer's progress bar: the federated one.
+    """Return the callbacks that replace a Trainer's progress bar.
 
-    Rich, Lightning's default, shows nothing but warnings in a notebook without ipywidgets; it is turned off there, and
-    the line of :class:`RoundProgress` comes instead. Lightning takes a bar away for one of its subclass alone.
+    Rich, Lightning's default, shows only warnings in a notebook without ipywidgets; there it is disabled, and
+    :class:`RoundProgress` is used instead. It is still returned, since Lightning removes a bar only for a subclass.
     """
     ours = federated_progress_bar(bar)
     if ours is None:
@@ -271,5 +271,5 @@ def federated_progress_bars(bar: ProgressBar | None) -> list[ProgressBar]:
 
 
 def _plain_notebook() -> bool:
-    """Whether this is a notebook without widgets."""
+    """Return whether this is a notebook without widgets."""
     return Console().is_jupyter and importlib.util.find_spec("ipywidgets") is None

@@ -106,7 +106,7 @@ class View:
                 self.console.print(text, highlight=False, soft_wrap=True)
 
     def _change(self, text: str) -> None:
-        """Write the notebook's line anew."""
+        """Redraw the line in the notebook."""
         from IPython.display import display
 
         shown = {"text/plain": text}
