@@ -83,7 +83,8 @@ def lines(
         colour, style = COLOURS[colour_number % len(COLOURS)], STYLES[style_number % len(STYLES)][1]
         marker = "o" if len(places) == 1 else None
         height = scale * np.asarray(values, dtype=np.float64)
-        axes.plot(places, height, color=colour, linestyle=style, marker=marker, label=name)
+        width = 2.2 if style == ":" else 1.5  # dots are faint
+        axes.plot(places, height, color=colour, linestyle=style, linewidth=width, marker=marker, label=name)
         if bands and name in bands:
             low, high = (scale * np.asarray(edge, dtype=np.float64) for edge in bands[name])
             axes.fill_between(np.asarray(places, dtype=np.float64), low, high, color=colour, alpha=0.12, linewidth=0)
