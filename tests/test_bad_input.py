@@ -195,7 +195,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
         lambda: fit(FedAvg(mlp()), changed(lambda x, rng: x[:1])),
         r"transform must return a batch of the shape it was given, \(2, 20\), not \(1, 20\)",
     ),
-    ("tunes batches", lambda: checked(callbacks=[BatchSizeFinder()]), "BatchSizeFinder would tune the server's single step"),
+    ("tunes batches", lambda: checked(callbacks=[BatchSizeFinder()]), "would tune the server's single step"),
     ("server without optimizer", lambda: fit(Optimized(mlp()), blobs()), "needs one optimizer.* returns none"),
     ("server with two", lambda: fit(Optimized(mlp(), 2), blobs()), "needs one optimizer.* returns 2"),
     ("predictions as pickle", lambda: PredictionWriter("a.pkl"), r"ends in \.csv, \.parquet, \.npz, not a\.pkl"),
