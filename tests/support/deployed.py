@@ -7,6 +7,7 @@ serves all cases; in ``test_commands.py`` they are processes: ``fl-lightning ser
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,24 +55,44 @@ class Deployed:
             node.stop()
         self.link.stop()
 
-    def run(self, case: cases.Case, net: str, policy: str) -> Any:
-        """The case over Flower; what clients keep lies in the folder under its name."""
+    def run(
+        self,
+        case: cases.Case,
+        net: str,
+        policy: str,
+        callbacks: Sequence[Any] = (),
+        rounds: int = cases.ROUNDS,
+        **how: Any,
+    ) -> Any:
+        """The case over Flower; what clients keep lies in the folder under its name.
+
+        Args:
+            case: the case.
+            net: name of its net.
+            policy: what it does with buffers.
+            callbacks: those of the run, on both sides.
+            rounds: how many.
+            how: options of :class:`RemoteClients`.
+        """
         torch.manual_seed(0)
 
         def make() -> Any:
             return case.make(net, policy, "sequential")
 
         own = self.folder / f"{case.name}-{net}-{policy}-{time.time_ns()}"
-        self.sites = network(make, cases.data(case).federation, own)
+        self.sites = network(make, cases.data(case).federation, own, guards=callbacks)
         server = make().double()
-        remote = RemoteClients(server, self.transport, len(cases.SIZES), patience=300.0)
+        how = {"patience": 300.0, "callbacks": callbacks, **how}
+        remote = RemoteClients(server, self.transport, len(cases.SIZES), **how)
         server.exchange = remote
-        fit(server, SiteData(remote, case.fraction, seed=0), cases.ROUNDS)
+        fit(server, SiteData(remote, case.fraction, seed=0), rounds, callbacks=list(callbacks))
         return server
 
-    def same(self, server: Any, case: cases.Case, net: str, policy: str) -> dict[str, bool]:
+    def same(
+        self, server: Any, case: cases.Case, net: str, policy: str, callbacks: Sequence[Any] = ()
+    ) -> dict[str, bool]:
         """Whether weights, what clients keep and scores are the simulation's, bit for bit."""
-        expected = cases.parts(method := cases.run(case, net, policy, "sequential"))
+        expected = cases.parts(method := cases.run(case, net, policy, "sequential", callbacks))
         private = {}
         for number, version in server.exchange.versions.items():
             shot = self.sites[f"node-{server.client_of(number)}"].store.load(number, version)
