@@ -4,8 +4,8 @@ python benchmarks/deployed.py [--only FedAvg SCAFFOLD] [--all]     the matrix: o
 python benchmarks/deployed.py --kills 20                           kill -9 of processes picked at random, of one run
 python benchmarks/deployed.py --cost 6                             seconds and CPU of messages that nothing is done for
 python benchmarks/deployed.py --sites 20                           two rounds with so many sites
-python benchmarks/deployed.py --wire 2000                          bytes on the sites' sockets and by the ledger, for a net
-                                                                   with so many hidden units
+python benchmarks/deployed.py --wire 2000                          bytes on the sites' sockets and by the ledger, of a
+                                                                   net with so many hidden units
 """
 
 from __future__ import annotations
