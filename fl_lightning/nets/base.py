@@ -35,7 +35,6 @@ class FedNet(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Note the constructor's arguments; what they mean is left to ``__init__``."""
         arguments.check_types(cls, args, kwargs)
-        arguments.check_sizes(cls, args, kwargs)
         net = super().__new__(cls)
         # Copying and unpickling come here without arguments and then restore the note with the rest of the object.
         net.__dict__["_init_args"] = _bound(cls, args, kwargs)

@@ -268,5 +268,5 @@ def test_a_client_that_takes_no_step_keeps_its_control_variate(options: dict[str
 
 
 def test_sample_weights_are_refused() -> None:
-    with pytest.raises(FederationError, match="weighs all clients the same"):
-        SCAFFOLD(mlp(), weighting="samples")  # type: ignore[arg-type]
+    with pytest.raises(FederationError, match="all clients weigh the same"):
+        SCAFFOLD(mlp(), weighting="samples")
