@@ -25,9 +25,9 @@ from typing import Any
 
 from fl_lightning.cli import federation
 from fl_lightning.papers.environment import environment
-from tests.flower.federations import Federation, descendants
-from tests.golden import cases
-from tests.remote.deployed import Deployed
+from tests.support import cases
+from tests.support.deployed import Deployed
+from tests.support.federations import Federation, descendants
 
 OUT = Path(__file__).with_suffix(".json")
 

@@ -6,6 +6,7 @@ python benchmarks/epsilon.py
 from __future__ import annotations
 
 from fl_lightning.privacy.accounting import Release, epsilon, gaussian_epsilon
+from fl_lightning.sheet import markdown_head, markdown_row
 
 SETTINGS = [
     (1.0, 0.1, 100, 1e-3),
@@ -31,12 +32,13 @@ def outside(noise: float, rate: float, number: int, delta: float) -> str:
 
 def main() -> None:
     columns = ["noise", "rate", "rounds", "delta", "Poisson", "dp-accounting", "fixed size", "public, rate * rounds"]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    print(markdown_head(columns, left=0))
     for noise, rate, number, delta in SETTINGS:
         poisson, fixed = (epsilon([Release(kind, noise, rate, number)], delta) for kind in ("poisson", "fixed"))
         public = gaussian_epsilon(noise / (rate * number) ** 0.5, delta)
         theirs = outside(noise, rate, number, delta)
-        print(f"| {noise} | {rate} | {number} | {delta} | {poisson:.4f} | {theirs} | {fixed:.4f} | {public:.4f} |")
+        found = (f"{poisson:.4f}", theirs, f"{fixed:.4f}", f"{public:.4f}")
+        print(markdown_row([noise, rate, number, delta, *found]))
 
 
 if __name__ == "__main__":

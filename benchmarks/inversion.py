@@ -17,12 +17,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from fl_lightning.callbacks import ModelInversionCallback
 from fl_lightning.datamodules import IID, FashionMNIST
 from fl_lightning.methods import FedAvg, WAFFLe
 from fl_lightning.nets import MLP
+from fl_lightning.quiet import quiet_trainer
+from fl_lightning.sheet import markdown_head, markdown_row
 
 METHODS: dict[str, Any] = {
     "FedAvg": lambda: FedAvg(MLP(), lr=0.04, epochs=5, batch_size=10, engine="stacked"),
@@ -38,14 +40,8 @@ def attacked(name: str, seed: int, arguments: argparse.Namespace, folder: str) -
     weak = ModelInversionCallback(["outsider"], variation=1e-3, folder=f"{folder}/weak", **common)
     method = METHODS[name]()
     method.seed = seed
-    Trainer(
+    quiet_trainer(
         max_epochs=arguments.rounds,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         limit_val_batches=0,
         callbacks=[tuned, weak],
     ).fit(method, FashionMNIST(partition=IID(10, train_samples=arguments.samples), limit=arguments.limit))
@@ -73,14 +69,14 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rows = []
-    print(f"| method | seed | attack | {' | '.join(SCORES)} | variation |\n|{'---|' * (len(SCORES) + 4)}")
+    print(markdown_head(["method", "seed", "attack", *SCORES, "variation"], left=3))
     with TemporaryDirectory() as folder:
         for name in METHODS:
             for seed in range(arguments.seeds):
                 for attack, scores in attacked(name, seed, arguments, folder).items():
                     rows.append({"method": name, "seed": seed, "attack": attack, **scores})
-                    told = " | ".join(f"{scores[score]:.3f}" for score in SCORES)
-                    print(f"| {name} | {seed} | {attack} | {told} | {scores.get('variation', '')} |", flush=True)
+                    told = [f"{scores[score]:.3f}" for score in SCORES]
+                    print(markdown_row([name, seed, attack, *told, scores.get("variation", "")]), flush=True)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(rows, indent=1))
 

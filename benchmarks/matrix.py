@@ -13,7 +13,8 @@ import warnings
 
 import torch
 
-from tests.matrix import METHODS, OPTIMIZERS, PROBLEMS, attempt
+from fl_lightning.sheet import markdown_head, markdown_row
+from tests.support.matrix import METHODS, OPTIMIZERS, PROBLEMS, attempt
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     columns = [*PROBLEMS, *OPTIMIZERS]
-    print(f"| method | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    print(markdown_head(["method", *columns], left=1 + len(columns)))
     refusals: dict[str, list[str]] = {}
     ran = 0
     for method in METHODS:
@@ -38,7 +39,7 @@ def main() -> None:
                 sentence = result.replace(repr(OPTIMIZERS[pair[1]]), "...")
                 refusals.setdefault(sentence, []).append(" with ".join(pair))
         said = ["yes" if column in tasks | optimizers else "no" for column in columns]
-        print(f"| {method} | {' | '.join(said)} |", flush=True)
+        print(markdown_row([method, *said]), flush=True)
     total = len(METHODS) * len(PROBLEMS) * len(OPTIMIZERS)
     print(f"\n{ran} of {total} ran; {total - ran} were refused:")
     for sentence, pairs in refusals.items():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fl_lightning.metrics import attack_auroc, auroc_interval, tpr_at_fpr
 from fl_lightning.privacy.inference import Answers, answers_of
 from fl_lightning.privacy.scores import lira_offline, lira_online, loss_scores, rmia
+from fl_lightning.sheet import markdown_head, markdown_row
 
 OFFSET = 0.3
 
@@ -94,11 +95,12 @@ def main() -> None:
         "RMIA online, plain": plain_rmia(chance, chances, inside, others, theirs),
         **art(target_model, shadows[0], inside[0], x_own, y_own),
     }
-    print("| attack | AUROC (95%) | members found at 1% false alarms |\n|---|---|---|")
+    print(markdown_head(["attack", "AUROC (95%)", "members found at 1% false alarms"]))
     for name, value in scores.items():
         low, high = auroc_interval(value, flags)
         found = float(tpr_at_fpr(value, flags, 0.01))
-        print(f"| {name} | {float(attack_auroc(value, flags)):.3f} ({low:.3f} to {high:.3f}) | {100 * found:.1f} |")
+        auroc = f"{float(attack_auroc(value, flags)):.3f} ({low:.3f} to {high:.3f})"
+        print(markdown_row([name, auroc, f"{100 * found:.1f}"]))
 
 
 def art(target: nn.Module, shadow: nn.Module, inside: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:

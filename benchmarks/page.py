@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.sheet import markdown
+
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 NAMES = {
     "mnist-mlp": "MNIST perceptron, 10 of 100 clients, E = 5, B = 10",
-    "waffle-mlp": "WAFFLe on it, against a plain loop of the same",
+    "waffle-mlp": "WAFFLe, same net and clients, against a plain loop of WAFFLe",
     "fmnist-cnn": "Fashion-MNIST network, same clients, E = 3",
     "lenet5": "LeNet-5, E = 5, B = 32",
     "resnet18": "ResNet-18, B = 32, 2 of 4 clients",
@@ -24,9 +26,7 @@ def read(name: str) -> Any:
 
 
 def table(head: str, rows: list[list[Any]]) -> str:
-    columns = head.split("|")
-    lines = ["| " + " | ".join(column.strip() for column in columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+    return markdown([column.strip() for column in head.split("|")], rows).rstrip("\n")
 
 
 def speed() -> str:
@@ -80,7 +80,7 @@ def anatomy() -> str:
         for name, row in read("anatomy.json").items()
         if name in NAMES
     ]
-    head = "workload | seconds of a round | of which | bare matrix products | seconds of the first round, all included"
+    head = "workload | seconds per round | breakdown | bare matrix products | seconds of the first round, all included"
     return table(head, rows)
 
 

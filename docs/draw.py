@@ -113,7 +113,7 @@ def draw_pages(folder: Path, rounds: int = 25) -> list[Path]:
     from fl_lightning.cli.compare import experiments_of
     from fl_lightning.cli.report import write_report
     from fl_lightning.cli.runs import find
-    from tests.browser import Board, screenshot
+    from tests.support.browser import Board, screenshot
 
     drawn = [folder.resolve() / f"{name}.png" for name in ("dashboard", "dashboard-images", "report")]
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):

@@ -23,6 +23,7 @@ from fl_lightning.cli.commands import COMMANDS, main, usage
 from fl_lightning.papers import tables
 from fl_lightning.papers.layout import Layout
 from fl_lightning.papers.records import Records
+from fl_lightning.sheet import markdown
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -86,9 +87,9 @@ def command_page(command: str) -> str:
 
 def commands_page() -> str:
     """The list of all commands."""
-    rows = [f"| [{name}](cli/{name}.md) | {about.help} |" for name, about in COMMANDS.items()]
+    rows = [[f"[{name}](cli/{name}.md)", about.help] for name, about in COMMANDS.items()]
     head = "# Command line\n\n`fl-lightning COMMAND [options]`. Wrong input ends in one sentence and exit code 2.\n\n"
-    return head + "| command | |\n|---|---|\n" + "\n".join(rows) + f"\n\n```text\n{usage()}\n```\n"
+    return f"{head}{markdown(['command', ''], rows, left=2)}\n```text\n{usage()}\n```\n"
 
 
 def method_pages() -> list[Path]:

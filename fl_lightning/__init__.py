@@ -14,7 +14,7 @@ Methods, data, networks and callbacks can be imported from here; each package is
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.noise import hush
+from fl_lightning.quiet import hush
 from fl_lightning.requirements import check_requirements, exported
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
 
+pytest.register_assert_rewrite("tests.support")
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

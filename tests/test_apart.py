@@ -24,9 +24,8 @@ from fl_lightning.local_optim import Adam, RMSprop
 from fl_lightning.module import FederatedModule
 from fl_lightning.robust import Median
 from fl_lightning.schedules import Cosine
-from tests.golden import cases
-from tests.remote.sites import InProcess, case_network, kept, serve
-from tests.support import untimed
+from tests.support import cases, untimed
+from tests.support.sites import InProcess, case_network, kept, serve
 
 #: Chooses its option by trials on everybody's data, which is for simulations: it refuses, as tested below.
 SIMULATED_ONLY = ("FedBPS-auto",)

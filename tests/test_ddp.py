@@ -20,8 +20,8 @@ from fl_lightning.parties import Returned
 from fl_lightning.simulation import RankedClients
 from fl_lightning.snapshots import ClientSnapshot
 from fl_lightning.wire import Message
-from tests.ddp_run import main
 from tests.support import blobs, fit, largest_difference, mlp
+from tests.support.ddp_run import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,7 +31,7 @@ def run(kind: str, engine: str, devices: int, path: Path) -> list[dict[str, Any]
         main(kind, engine, 1, str(path))
     else:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.ddp_run", kind, engine, str(devices), str(path)]
+        command = [sys.executable, "-m", "tests.support.ddp_run", kind, engine, str(devices), str(path)]
         subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, timeout=300)
     return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(devices)]
 

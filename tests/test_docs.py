@@ -20,7 +20,7 @@ import yaml
 from fl_lightning import methods
 from fl_lightning.datamodules import Digits, partitions
 from fl_lightning.module import FederatedModule
-from tests.browser import page_text
+from tests.support.browser import page_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -203,7 +203,7 @@ def test_the_scheme_of_ones_own_is_whole() -> None:
 
 def test_readmes_table_is_that_of_the_results() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "| WAFFLe (letter) |" in readme
+    assert "| WAFFLe (as published) |" in readme
     assert draw()["with_table"](readme) == readme, "make pictures writes it again"  # type: ignore[operator]
 
 

@@ -24,6 +24,7 @@ from fl_lightning.methods.lib.laplace import (
 from fl_lightning.nets import MLP, LeNet5, LeNetBN, LossNet, ResNet20
 from fl_lightning.parties import LocalData
 from tests.support import CLASSES, FEATURES, blobs, largest_difference, mlp
+from tests.support.problems import Unused
 
 State = dict[str, Tensor]
 
@@ -101,24 +102,10 @@ def test_empirical_fisher_is_the_sum_of_squared_gradients_of_single_samples(name
         assert largest_difference(own, by_autograd(nets[k], x[k, :samples], y[k, :samples])) < 1e-12
 
 
-class Idle(nn.Module):
-    """A layer that is never called, one whose output goes nowhere, and a bare parameter that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never, self.nowhere = nn.Linear(FEATURES, 3), nn.Linear(FEATURES, 3)
-        self.free = nn.Parameter(torch.ones(3))
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.nowhere(x)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("kind", ["fisher", "ggn", "hessian"])
 def test_parameters_that_do_not_reach_the_loss_have_no_curvature(kind: Any) -> None:
     """Their variance is the prior's."""
-    net, (x, y) = seeded(Idle), batch((FEATURES,), 5)
+    net, (x, y) = seeded(Unused), batch((FEATURES,), 5)
     weight = torch.ones(1, 5, dtype=torch.float64)
     size = sum(p.numel() for p in net.parameters()) if kind == "hessian" else 5
     found = DiagonalCurvature(net, kind=kind)(stacked(net), x, y, weight, torch.full((1, size), 0.5).double())

@@ -11,8 +11,8 @@ import torch
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedBPS, FedCluster, FedMA
 from fl_lightning.module import FederatedModule
-from tests.matrix import METHODS, OPTIMIZERS, PLAIN, PROBLEMS, attempt
 from tests.support import mlp
+from tests.support.matrix import METHODS, OPTIMIZERS, PLAIN, PROBLEMS, attempt
 
 #: Every method with every task, and with every optimizer; ``benchmarks/matrix.py`` runs all triples.
 CELLS = [

@@ -138,7 +138,7 @@ def test_ranges_in_words() -> None:
 
 def test_plain_annotations_of_a_user_work_as_ever() -> None:
     class Plain(FedAvg):
-        def __init__(self, net, strength: float = 0.1, note=None, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN
+        def __init__(self, net, strength: float = 0.1, note=None, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN204
             super().__init__(net, **kwargs)
 
     class Unknown(FedAvg):
@@ -206,7 +206,12 @@ def arguments_of(kind: type) -> dict[str, Any]:
     needed = {n: 5 for n, p in found.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     special = {"net": mlp(), "partition": Unimodal(clients=10), "inputs": X, "targets": X[:, 0].long(), "train": [[0]]}
     special |= {"members": (X, X), "nonmembers": (X, X), "data": blobs(), "clients": None, "input_shape": [3]}
-    special |= {"client": "who", "target": "y", "path": "no.csv", "table": {"who": [0] * 9, "x": [1.0] * 9, "y": [0] * 9}}
+    special |= {
+        "client": "who",
+        "target": "y",
+        "path": "no.csv",
+        "table": {"who": [0] * 9, "x": [1.0] * 9, "y": [0] * 9},
+    }
     return {name: special.get(name, value) for name, value in needed.items()}
 
 

@@ -23,7 +23,7 @@ from fl_lightning.methods import SCAFFOLD, FedAvg, Local
 from fl_lightning.module import FederatedModule
 from fl_lightning.signals import Deferred, check, held, listening
 from tests.support import blobs, fit, mlp
-from tests.test_resume import Stop, assert_same, state_of
+from tests.support.stops import Stop, assert_same, state_of
 
 ROUNDS = 4
 

@@ -18,9 +18,9 @@ from fl_lightning.methods import FedAvg
 from fl_lightning.methods.lib.adaptation import fitting
 from fl_lightning.parties import Me, Reply, Stage
 from fl_lightning.wire import Message, State
-from tests.engine.test_equality import Dropped, seeded
 from tests.support import blobs, fit, largest_difference, mlp, untimed, weights
-from tests.test_resume import Stop, assert_same, fail, interrupt, kill, make, run, state_of, stopped
+from tests.support.engines import Dropped, seeded
+from tests.support.stops import Stop, assert_same, fail, interrupt, kill, make, run, state_of, stopped
 
 
 class Halves(FedAvg):

@@ -17,8 +17,8 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedPer, Local
 from fl_lightning.module import FederatedModule
 from fl_lightning.snapshots import ClientSnapshot, DiskSnapshotStore
-from tests.engine.test_equality import differ
 from tests.support import blobs, fit, mlp, trainer
+from tests.support.engines import differ
 
 
 def trained(kind: type[FederatedModule], rounds: int = 3, **options: Any) -> FederatedModule:

@@ -21,9 +21,9 @@ from fl_lightning.datamodules.strata import given_strata, strata_of
 from fl_lightning.engine import CapturedEngine, Job, make_engine
 from fl_lightning.engine.schedule import ClientSchedule
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import FedAvg
 from fl_lightning.metrics.per_client import PerClient
 from fl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation, Task
+from tests.support.problems import Trained
 
 SIZES = (14, 9, 17)
 
@@ -41,17 +41,6 @@ class Counts(Task):
 
     def scores(self, output: Tensor) -> Tensor:
         return output.squeeze(1).exp()
-
-
-class Trained(FedAvg):
-    """FedAvg with the loss of a task."""
-
-    def __init__(self, net: Any, task: Task, **kwargs: Any) -> None:
-        super().__init__(net, **kwargs)
-        self.of = task
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self.of.loss(output, target)
 
 
 class Words(nn.Module):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +17,7 @@ from fl_lightning.bench.data import features
 from fl_lightning.bench.workloads import Workload, seeded
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.module import FederatedModule
+from fl_lightning.quiet import quiet_trainer, silence
 
 
 class Turn(NamedTuple):
@@ -108,16 +106,11 @@ def federated(
     clock = Clock(workload.warm_up, workload.rounds, loop)
     method = seeded(lambda: workload.method(**options))
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(
+        quiet_trainer(
             max_epochs=workload.warm_up + repeats * workload.rounds,
             check_val_every_n_epoch=workload.validate_every,
-            accelerator="cpu",
             logger=CSVLogger(folder),
             callbacks=[clock],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
         ).fit(method, datamodule=data)
     return clock, method
 
@@ -130,7 +123,7 @@ def measure(workload: Workload, repeats: int, **options: Any) -> dict[str, Any]:
         repeats: how often both take a turn.
         options: further options of the method, such as its engine and workers.
     """
-    with silent():
+    with silence(warned=False):
         data = workload.data()
         x = features(data.federation)
 
@@ -155,17 +148,3 @@ def measure(workload: Workload, repeats: int, **options: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """Keep Lightning's notes out of the result."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)

@@ -22,7 +22,7 @@ from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.figures import show_figure
-from fl_lightning.privacy.report import Report
+from fl_lightning.privacy.report import BASELINE, Report
 from fl_lightning.privacy.views import VIEWS, make_views
 from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, intercept
 from fl_lightning.ranges import Count
@@ -213,7 +213,7 @@ class AttackCallback(Several, FederatedCallback):
         ``<name>_<score>`` is the outsider's plain attack, with the first assumption and the first variant, as papers
         have it; ``<name>_<score>/<view>`` the highest that any attack of a view reaches, and
         ``<name>_<score>/<view>/<assumption>`` with one assumption; ``<name>_<score>/strongest`` that of all views but
-        the insider's, who is no adversary.
+        the insider's, who is no adversary; ``<name>_<score>/baseline/<which>`` that of a baseline.
         """
         report = self.report
         if report is None:
@@ -224,10 +224,12 @@ class AttackCallback(Several, FederatedCallback):
             outside = ["/strongest"] if view != "insider" else []
             for where in (f"/{view}", f"/{view}/{way['assumption']}", *outside):
                 ways.setdefault(where, []).append(way)
+        scores = {where: report.best(chosen) for where, chosen in ways.items()}
+        scores |= {f"/{BASELINE}/{which}": known for which, known in report.floors().items()}
         return {
             f"{self.metric_prefix}_{name}{where}": value if name in ("psnr", "ssim") else 100 * value
-            for where, chosen in ways.items()
-            for name, value in report.best(chosen).items()
+            for where, found in scores.items()
+            for name, value in found.items()
             if isinstance(value, float) and not math.isnan(value)
         }
 

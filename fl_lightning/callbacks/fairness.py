@@ -19,6 +19,7 @@ from fl_lightning.federation import Split
 from fl_lightning.metrics import ACCURACY, Measure, fairness_summary, group_means
 from fl_lightning.metrics.fairness import corrected_variance, corrected_worst_decile, fairness_intervals, scored
 from fl_lightning.module import FederatedModule
+from fl_lightning.sheet import markdown
 
 #: With more groups than this only their gap is logged; the table lists all.
 CURVES = 10
@@ -189,7 +190,7 @@ class FairnessCallback(Several):
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-        path.with_suffix(".md").write_text(_markdown(rows), encoding="utf-8")
+        path.with_suffix(".md").write_text(markdown(list(rows[0]), (row.values() for row in rows)), encoding="utf-8")
         rank_zero_info(f"Sub-populations: {path.with_suffix('.md')}")
 
 
@@ -297,8 +298,3 @@ def _row(population: str, accuracies: Tensor, members: Tensor, local: Tensor | N
 def _printed(value: float | Tensor, measure: Measure, name: str = "") -> str:
     """Two decimals of a percentage, five digits of a number of any size."""
     return f"{float(value):.2f}" if measure.share or name == "local_worse" else f"{float(value):.5g}"
-
-
-def _markdown(rows: list[Row]) -> str:
-    lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -14,6 +14,7 @@ from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
+from fl_lightning.sheet import markdown
 from fl_lightning.wire import Message, State, nbytes
 
 Direction = Literal["up", "down"]
@@ -135,13 +136,12 @@ class LedgerCallback(FederatedCallback):
 
     def table(self) -> str:
         """The totals in Markdown."""
-        lines = ["| direction | rounds | messages | bytes | bytes per round | bytes per message |", "|---" * 6 + "|"]
-        per = self.run_metrics()
+        per, rows = self.run_metrics(), []
         for way in DIRECTIONS:
             total = self._total(way)
-            each = f"{per[f'{way}_bytes_per_round']:.0f} | {per[f'{way}_bytes_per_client']:.0f}"
-            lines.append(f"| {way} | {self._seen()} | {total.messages} | {total.bytes} | {each} |")
-        return "\n".join(lines) + "\n"
+            each = (f"{per[f'{way}_bytes_per_{unit}']:.0f}" for unit in ("round", "client"))
+            rows.append([way, self._seen(), total.messages, total.bytes, *each])
+        return markdown(["direction", "rounds", "messages", "bytes", "bytes per round", "bytes per message"], rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Totals, layouts, the round under way and where the lines end, for a run that is resumed."""

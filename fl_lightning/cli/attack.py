@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from fl_lightning.callbacks import (
@@ -23,6 +20,7 @@ from fl_lightning.cli.lightning import FederatedCLI, check_named, given
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.views import VIEWS
+from fl_lightning.quiet import quiet_trainer, silence
 from fl_lightning.view import View
 
 ATTACKS: dict[str, type[AttackCallback]] = {
@@ -67,17 +65,11 @@ def main(argv: list[str]) -> None:
     callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
     attack.watch = _progress(attack.attack, bool(cli.config["quiet"]))
     defences = [callback for callback in callbacks if isinstance(callback, DifferentialPrivacyCallback)]
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
+    with silence(warned=False):
+        trainer = quiet_trainer(
             accelerator=cli.trainer.accelerator,
             devices=1,
             precision=cli.trainer.precision,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
             limit_test_batches=1,
             callbacks=[*defences, attack],
         )

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from fl_lightning.callbacks.pages import page_of, words
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.runs import Run, find
-from fl_lightning.cli.sheet import Sheet, figure
 from fl_lightning.measure import Measure
+from fl_lightning.sheet import Sheet, figure
 
 
 class Experiment(NamedTuple):

@@ -22,6 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.cli.sides import SideCLI, folder
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.needed import needed
@@ -72,10 +73,16 @@ def written(cli: FederationCLI, home: Path) -> Path:
         config.pop(name, None)
     config["model"]["init_args"]["engine"] = "sequential"
     config["trainer"] |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    config["trainer"] |= {"callbacks": None, "default_root_dir": str(home / "server")}
+    config["trainer"] |= {"callbacks": _secure(config["trainer"]), "default_root_dir": str(home / "server")}
     path = home / "run.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
+
+
+def _secure(trainer: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Of the callbacks those that hide messages: they belong to the run, and its simulation comes to the same bits."""
+    kept = [one for one in trainer.get("callbacks") or [] if one["class_path"].endswith(".SecureAggregationCallback")]
+    return kept or None
 
 
 def deployed(config: Path, home: Path, clients: int, insecure: bool = False) -> None:
@@ -205,6 +212,7 @@ def simulate(config: Path, clients: int, rounds: int) -> FederatedModule:
         cli = FederatedCLI(args=["--config", str(config), "--quiet"], run=False, save_config_callback=None)
         cli.datamodule.federation = cli.datamodule.federation.part(range(clients))
         seed_everything(cli.config["seed_everything"], verbose=False)
+        callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
         plain: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         trainer = Trainer(
             max_epochs=rounds,
@@ -212,6 +220,7 @@ def simulate(config: Path, clients: int, rounds: int) -> FederatedModule:
             precision=cli.trainer.precision,
             enable_model_summary=False,
             num_sanity_val_steps=0,
+            callbacks=[one for one in callbacks if isinstance(one, SecureAggregationCallback)],
             **plain,
         )
         trainer.fit(cli.model, datamodule=cli.datamodule)

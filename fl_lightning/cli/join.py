@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -35,6 +36,11 @@ class JoinCLI(SideCLI):
         )
         parser.add_argument("--authority", type=str | None, help="certificate of the authority behind the server's")
         parser.add_argument("--keep", type=int, default=8, help="rounds that the server may be set back")
+        parser.add_argument(
+            "--secure_aggregation",
+            type=Literal["require"] | None,
+            help="require: take part only in a run whose messages are added up under masks",
+        )
         parser.add_argument("--yes", action="store_true", help="approve the run without being asked")
 
 
@@ -62,6 +68,11 @@ def main(argv: list[str]) -> None:
         )
     home = folder(config["home"])
     site = _site(cli, home)
+    if config["secure_aggregation"] == "require" and site.member is None:
+        raise FederationError(
+            "This site takes part in secure aggregation alone, and the run has none: have SecureAggregationCallback "
+            "put among the Trainer's callbacks on both sides."
+        )
     _approve(site, config["yes"])
     key = None
     if not config["insecure"] and not config["attach"]:
@@ -119,7 +130,8 @@ def _approve(site: Site, yes: bool) -> None:
     print("On joining it tells the server")
     for name, value in (*header.items(), *parts["told"].items()):
         print(f"  {name:<12} {value}")
-    print("In a round it tells its message, its training loss, how many rounds and steps it has trained, and scores.")
+    message = "its message, its training loss" if site.member is None else "its message and loss under masks"
+    print(f"In a round it tells {message}, how many rounds and steps it has trained, and scores.")
     if yes:
         return
     if not sys.stdin.isatty():

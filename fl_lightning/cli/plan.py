@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from fl_lightning.engine.schedule import batch_sizes
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
+from fl_lightning.quiet import quiet_trainer
 from fl_lightning.view import duration
 
 #: Rounds whose cohorts are looked at to say how many steps a round takes on average.
@@ -114,16 +115,7 @@ def plan(module: FederatedModule, datamodule: Any, rounds: int, **options: Any) 
         raise FederationError("A dry run needs a number of rounds: set --trainer.max_epochs.")
     datamodule.setup("fit")
     probe = Probe(module.engine.width)
-    trainer = Trainer(
-        max_epochs=TRIED,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[probe],
-        **options,
-    )
+    trainer = quiet_trainer(max_epochs=TRIED, callbacks=[probe], **options)
     trainer.fit(module, datamodule=datamodule)
     looked = range(min(rounds, LOOK))
     cohorts = [module.cohort(round) for round in looked]

@@ -16,7 +16,7 @@ from fl_lightning.callbacks.pages import Chart, charts, unit, words
 from fl_lightning.cli.compare import Experiment, cost, populations, privacy, summary
 from fl_lightning.cli.naming import differing, last_of, shown, unfolded
 from fl_lightning.cli.runs import Curve, Run
-from fl_lightning.cli.sheet import Sheet
+from fl_lightning.sheet import Sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -51,20 +51,27 @@ def attack_auroc(scores: Tensor, members: Tensor) -> Tensor:
         >>> attack_auroc(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
         tensor(0.5000, dtype=torch.float64)
     """
-    _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
-    ranks: Tensor = (counts.cumsum(0) - (counts - 1) / 2)[inverse].double()  # mean rank of every tie, from 1
-    inside, outside = members.sum().double(), (~members).sum().double()
-    return (ranks[members].sum() - inside * (inside + 1) / 2) / (inside * outside)
+    found, alarms = _counts(scores, members)
+    return torch.trapezoid(found, alarms) / (found[-1] * alarms[-1])
+
+
+def _counts(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of true and of false alarms at every distinct threshold, from "nobody" to "everybody", shape (t,).
+
+    torchmetrics would squash scores outside 0 to 1, such as losses, by a sigmoid in which the high ones become equal
+    (an AUROC may be off by 0.08), counts in single precision, and says 0 where there are no members.
+    """
+    order = scores.argsort(descending=True)
+    ordered, hits = scores[order], members[order].double()
+    last = torch.cat((ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool, device=scores.device)))
+    zero = hits.new_zeros(1)
+    return torch.cat((zero, hits.cumsum(0)[last])), torch.cat((zero, (1 - hits).cumsum(0)[last]))
 
 
 def _rates(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
     """True and false alarms at every distinct threshold, from "nobody" to "everybody"; shares, shape (t,)."""
-    order = scores.argsort(descending=True)
-    ordered, hits = scores[order], members[order].double()
-    last = torch.cat((ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool, device=scores.device)))
-    found, alarms = hits.cumsum(0)[last], (1 - hits).cumsum(0)[last]
-    zero = hits.new_zeros(1)
-    return torch.cat((zero, found / hits.sum())), torch.cat((zero, alarms / (1 - hits).sum()))
+    found, alarms = _counts(scores, members)
+    return found / found[-1], alarms / alarms[-1]
 
 
 def tpr_at_fpr(scores: Tensor, members: Tensor, fpr: float) -> Tensor:

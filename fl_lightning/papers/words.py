@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from fl_lightning.papers import tables
 
 
@@ -24,9 +22,3 @@ def figure(value: float | None, std: float | None = None) -> str:
         return "-"
     text = f"{value:,.0f}" if float(value).is_integer() and value > 1000 else f"{value:.2f}"
     return f"{text} ± {std:.2f}" if std else text
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table in Markdown, its first columns aligned to the left."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * left + "---:|" * (len(head) - left)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"

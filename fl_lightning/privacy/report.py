@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fl_lightning.privacy.views import VIEWS
+from fl_lightning.sheet import cell, markdown
 
 #: One attack on one client: who and how (view, assumption, variant, client, group), and the scores.
 Row = dict[str, Any]
@@ -50,10 +51,14 @@ class Report:
         self.baselines = [row for row in self.rows if row["view"] == BASELINE]
         self.rows = [row for row in self.rows if row["view"] != BASELINE]
 
+    def floors(self) -> dict[str, dict[str, float]]:
+        """Mean over clients of every score of each baseline."""
+        names = dict.fromkeys(row["variant"] for row in self.baselines)
+        return {name: self.mean([row for row in self.baselines if row["variant"] == name]) for name in names}
+
     def floor(self) -> dict[str, float]:
         """How well each baseline does by the score that counts, in the mean over clients."""
-        names = dict.fromkeys(row["variant"] for row in self.baselines)
-        return {n: _mean([row[self.by] for row in self.baselines if row["variant"] == n]) for n in names}
+        return {name: scores[self.by] for name, scores in self.floors().items()}
 
     def verdicts(self) -> list[str]:
         """A sentence for every view whose strongest attack is no better than the best baseline."""
@@ -121,9 +126,7 @@ class Report:
         for row in table:
             best = self.strongest(view=row["view"])
             row["strongest"] = "yes" if best is not None and all(best[k] == row[k] for k in HOW) else ""
-        names = dict.fromkeys(row["variant"] for row in self.baselines)
-        for name in names:
-            known = self.mean([row for row in self.baselines if row["variant"] == name])
+        for name, known in self.floors().items():
             table.append({"view": BASELINE, "assumption": "", "variant": name, **known, "strongest": ""})
         lines += ["", *_table(table)]
         groups = sorted({row["group"] for row in self.rows if row["group"]})
@@ -147,9 +150,9 @@ class Report:
 def _table(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return ["Nothing crossed the wire that could be attacked."]
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    left = sum(name in ("group", *KEYS) for name in rows[0])
+    cells = ([cell(v) if v != v or not isinstance(v, float) else f"{v:.4f}" for v in row.values()] for row in rows)
+    return markdown(list(rows[0]), cells, left).splitlines()
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -10,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.exchange import Scores
 from fl_lightning.federation import Federation, Split
 from fl_lightning.parties import Introduction, Messages, Returned, Setting
-from fl_lightning.remote.envelope import checksum, seal
-from fl_lightning.remote.members import Members, listed, read
+from fl_lightning.privacy.secure import check_cohort
+from fl_lightning.remote.envelope import Envelope, checksum, seal
+from fl_lightning.remote.members import Members
+from fl_lightning.remote.replies import alike, answered, check_reply, named
 from fl_lightning.remote.run import RunConfiguration
-from fl_lightning.remote.sites import EVALUATE, TELL, TRAIN, WORK, scores_of
-from fl_lightning.remote.store import is_version
+from fl_lightning.remote.secure_server import SecureSession
+from fl_lightning.remote.sites import EVALUATE, SECURE, TELL, TRAIN, WORK, scores_of
 from fl_lightning.remote.transport import Transport
 from fl_lightning.snapshots import ClientSnapshot
 from fl_lightning.wire import Message, State
@@ -68,6 +70,10 @@ class RemoteClients:
         self.least = places if least is None else least
         self.patience, self.attempts = patience, attempts
         self.run = RunConfiguration.of(method, callbacks)
+        #: Options of secure aggregation; None if messages are sent plain.
+        self.secure = next((one for one in callbacks if isinstance(one, SecureAggregationCallback)), None)
+        if self.secure is not None:
+            self.secure.install(method)
         self.members = Members(transport, places, self.run.fingerprint, patience, self._joined)
         #: The version of what each number keeps that the server counts on, and those of the stage under way.
         self.versions: dict[int, str] = {}
@@ -107,6 +113,13 @@ class RemoteClients:
     def train(self, setting: Setting, messages: Messages, max_steps: int | None = None) -> Iterator[Returned]:
         """Have clients train; those that answered ahead are not asked again."""
         self.pending = {}
+        asked, cohort = (
+            {self.method.client_of(n) for n in some} for some in (messages, self.method.cohort(setting.round))
+        )
+        needed = max(self._needed(len(asked)), int(asked == set(cohort)))
+        if self.secure is not None:
+            yield from self._train_securely(self.secure, setting, messages, max_steps, needed)
+            return
         ahead, self._ahead = self._ahead, {}
         left: dict[int, State] = {}
         for number, message in messages.items():
@@ -116,13 +129,59 @@ class RemoteClients:
                 continue
             yield self._took(known[1], known[2])
         jobs = {n: [self._job(TRAIN, n, setting, {"max_steps": max_steps})] for n in left}
-        asked, cohort = (
-            {self.method.client_of(n) for n in some} for some in (messages, self.method.cohort(setting.round))
-        )
-        needed = max(self._needed(len(asked)), int(asked == set(cohort)))
         needed -= len({self.method.client_of(number) for number in messages.keys() - left.keys()})
         for number, said, sent in self._work(jobs, {n: [m] for n, m in left.items()}, needed):
             yield self._took(*self._trained(number, said[0], sent[0]))
+
+    def _train_securely(
+        self,
+        rules: SecureAggregationCallback,
+        setting: Setting,
+        messages: Messages,
+        max_steps: int | None,
+        needed: int,
+    ) -> Iterator[Returned]:
+        """Have clients train and add their messages up; what each returns is the mean.
+
+        A session that too few stay in reveals nothing, and another one is begun with those that are there.
+        """
+        owners = {self.method.client_of(number): number for number in messages}
+        if len(owners) < len(messages):
+            raise FederationError("Secure aggregation takes one training of each client in a stage.")
+        check_cohort(len(owners), rules.least)
+        jobs = {c: self._job(TRAIN, number, setting, {"max_steps": max_steps}) for c, number in owners.items()}
+        reasons, said = dict[int, str](), ""
+        for _ in range(self.attempts):
+            there = self.members.wait(max(needed, rules.least), sorted(owners))
+            reasons |= {client: "it is absent" for client in owners if client not in there}
+            session = SecureSession(self._ask, rules, lambda n: rules.weight(self.method, n), reasons, needed)
+            try:
+                found = session.run({c: jobs[c] for c in there}, {c: messages[owners[c]] for c in there})
+                break
+            except FederationError as error:
+                said = str(error)
+        else:
+            raise FederationError(f"{said} {named(sorted(reasons), reasons)}".rstrip())
+        for client, reply in {**found.said, **found.unsound}.items():
+            yield self._took(*self._trained(owners[client], {**reply, "loss": found.loss}, dict(found.mean)))
+        self._tell_left([c for c in sorted(owners) if c not in found.said and c not in found.unsound], reasons)
+
+    def _ask(
+        self, said: Mapping[int, dict[str, Any]], parts: Mapping[int, State], reasons: dict[int, str]
+    ) -> Iterator[tuple[int, Envelope]]:
+        """Post a stage of secure aggregation to clients and yield who answered."""
+        at = {self.members.nodes[client]: client for client in said}
+        requests = {}
+        for node, client in at.items():
+            jobs = [said[client]["job"]] if "job" in said[client] else []
+            header = {"kind": SECURE, "run": self.run.fingerprint, "oldest": self._oldest(jobs), **said[client]}
+            requests[node] = seal(header, {"0": parts[client]} if client in parts else {})
+        for node, reply in self.transport.post(requests, self.patience):
+            client = at[node]
+            try:
+                yield client, answered(client, reply)
+            except FederationError as error:
+                reasons[client] = str(error)
 
     def _needed(self, asked: int) -> int:
         """How many of so many clients have to answer, if no more may be missing than of all."""
@@ -181,7 +240,7 @@ class RemoteClients:
                 self._ahead[number] = (asked[number], *self._trained(number, one, tensors))
         if not found:
             return Scores(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0), {})
-        return Scores.joined(sorted(_alike(found), key=lambda scores: int(scores.clients)))
+        return Scores.joined(sorted(alike(found), key=lambda scores: int(scores.clients)))
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
         """Reports of the clients that are present."""
@@ -198,6 +257,8 @@ class RemoteClients:
         trainer = module.trainer
         last = trainer.max_epochs is not None and 0 < trainer.max_epochs <= module.completed_rounds
         if (not trainer.training and not trainer.validating) or trainer.state.fn != "fit":
+            return {}
+        if self.secure is not None:  # what trains has agreed on keys before
             return {}
         if last or trainer.sanity_checking or trainer.fast_dev_run or module.completed_stages:  # type: ignore[attr-defined]
             return {}
@@ -252,16 +313,22 @@ class RemoteClients:
                 yield from answers
             if not left or needed <= 0:
                 break
+        if left and needed > 0:
+            raise FederationError(f"A round needs {needed} more of its clients: {named(left, reasons)}")
+        self._tell_left(left, reasons)
+
+    def _tell_left(self, left: Sequence[int], reasons: Mapping[int, str]) -> None:
+        """Warn of clients without which a round went on."""
         if left:
-            named = "; ".join(f"client {client}: {reasons.get(client, 'no answer')}" for client in left[:10])
-            if needed > 0:
-                raise FederationError(f"A round needs {needed} more of its clients: {named}")
-            rank_zero_warn(f"Round {self.method.completed_rounds}: went on without {named}")
+            rank_zero_warn(f"Round {self.method.completed_rounds}: went on without {named(left, reasons)}")
+
+    def _oldest(self, jobs: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+        """Rounds of the oldest version that is counted on of every number in some jobs."""
+        numbers = {number for job in jobs for number in job["versions"]}
+        return {n: min(_rounds(self.versions[n]), _rounds(self._saved.get(n, self.versions[n]))) for n in numbers}
 
     def _request(self, jobs: list[dict[str, Any]], parts: list[State]) -> bytes:
-        numbers = {number for job in jobs for number in job["versions"]}
-        oldest = {n: min(_rounds(self.versions[n]), _rounds(self._saved.get(n, self.versions[n]))) for n in numbers}
-        header = {"kind": WORK, "run": self.run.fingerprint, "jobs": jobs, "oldest": oldest}
+        header = {"kind": WORK, "run": self.run.fingerprint, "jobs": jobs, "oldest": self._oldest(jobs)}
         return seal(header, {str(place): part for place, part in enumerate(parts)})
 
     def _answers(self, client: int, reply: bytes | str, asked: Mapping[int, list[dict[str, Any]]]) -> Iterator[Answer]:
@@ -272,9 +339,7 @@ class RemoteClients:
             reply: what its node sent.
             asked: the jobs by key.
         """
-        header, parts = read(reply)
-        if header.get("client") != client:
-            raise FederationError(f"it answered as client {header.get('client')!r}.")
+        header, parts = answered(client, reply)
         replies = header.get("replies")
         if type(replies) is not list or len(replies) != sum(map(len, asked.values())):
             raise FederationError("it did not answer what it was asked.")
@@ -283,7 +348,7 @@ class RemoteClients:
             places = range(place, place + len(jobs))
             said, sent = [replies[i] for i in places], [parts.get(str(i), {}) for i in places]
             for job, one, tensors in zip(jobs, said, sent, strict=True):
-                _check_reply(job, one, tensors)
+                check_reply(job, one, tensors)
             yield key, said, sent
             place += len(jobs)
 
@@ -303,43 +368,6 @@ class RemoteClients:
         self.versions = {int(number): str(version) for number, version in state["versions"].items()}
         self._saved = dict(self.versions)
         self.method.snapshots.load_state_dict(state)
-
-
-def _check_reply(job: Mapping[str, Any], said: Any, sent: State) -> None:
-    """Refuse a reply that is not of the form; what is in a message is checked where it is aggregated."""
-    if type(said) is not dict or not _FORMS[job["kind"]](said, sent):
-        raise FederationError("its answer is not of the form that was asked for.")
-
-
-def _is_training(said: dict[str, Any], sent: State) -> bool:
-    version, counters = said.get("version"), said.get("counters")
-    kept = type(counters) is list and len(counters) == 3 and all(type(one) is int for one in counters)
-    known = version is None or (type(version) is str and is_version(version) and kept)
-    flags = all(type(said.get(name)) is bool for name in ("counts", "sound"))
-    return known and flags and type(said.get("samples")) is int and type(said.get("loss")) in (int, float)
-
-
-def _is_evaluation(said: dict[str, Any], sent: State) -> bool:
-    if said.get("scored") is not True:
-        return said.get("scored") is False
-    return {"loss", "total"} <= sent.keys() and all(value.shape == (1,) for value in sent.values())
-
-
-def _is_anything(said: dict[str, Any], sent: State) -> bool:
-    return True
-
-
-_FORMS = {TRAIN: _is_training, EVALUATE: _is_evaluation, TELL: _is_anything}
-
-
-def _alike(found: list[Scores]) -> list[Scores]:
-    """The scores with the metrics that most clients told; others are left out and named."""
-    layouts = [tuple(sorted((name, value.dtype) for name, value in one.metrics.items())) for one in found]
-    ((common, _),) = Counter(layouts).most_common(1)
-    strange = [int(one.clients) for one, layout in zip(found, layouts, strict=True) if layout != common]
-    if strange:
-        rank_zero_warn(f"Left out the scores of clients {listed(strange)}, which have other metrics than most.")
-    return [one for one, layout in zip(found, layouts, strict=True) if layout == common]
 
 
 def _rounds(version: str) -> int:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.engine import entries
 from fl_lightning.persistence import FREE
 from fl_lightning.remote.envelope import checksum
@@ -66,7 +67,9 @@ class RunConfiguration(NamedTuple):
             method: the method.
             callbacks: those of the run; of them the ones count that protect clients.
         """
-        settings = {name: _text(value) for name, value in sorted(method.hparams.items()) if name not in LOCAL}
+        secure = any(isinstance(one, SecureAggregationCallback) for one in callbacks)  # clients then weight themselves
+        local = set(LOCAL) - {"weighting"} if secure else LOCAL
+        settings = {name: _text(value) for name, value in sorted(method.hparams.items()) if name not in local}
         guards = {type(one).__name__: one.settings() for one in callbacks if isinstance(one, Guard) and one.guards}
         net = f"{type(method.net).__name__} {checksum(entries(method.net))[:DIGITS]}"
         return cls(type(method).__name__, settings, net, method.seed, guards)

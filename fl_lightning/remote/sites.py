@@ -6,25 +6,29 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.exchange import Scores
 from fl_lightning.federation import Federation, Split
 from fl_lightning.parties import JOINING, LocalData, Me, Memory, Setting
+from fl_lightning.privacy.secure import Words, encoded, largest, row
 from fl_lightning.remote.envelope import Envelope, seal, unseal
 from fl_lightning.remote.run import Guard, RunConfiguration
+from fl_lightning.remote.secure_site import MASKED, UNMASK, SecureMember
 from fl_lightning.remote.store import PrivateStore
 from fl_lightning.simulation import SimulatedClients
 from fl_lightning.snapshots import ClientSnapshot
-from fl_lightning.wire import State, under
+from fl_lightning.wire import Message, State, is_finite, under
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
 log = logging.getLogger(__name__)
 #: Kinds of requests.
-JOIN, WORK, NOTE = "join", "work", "note"
+JOIN, WORK, NOTE, SECURE = "join", "work", "note", "secure"
 #: Kinds of jobs in a request to work.
 TRAIN, EVALUATE, TELL = "train", "evaluate", "tell"
 #: Characters of what a server says that are written to the log.
@@ -95,9 +99,14 @@ class Site:
         self.guards = [one for one in guards if isinstance(one, Guard) and one.guards]
         for guard in self.guards:
             guard.install(method)
+        rules = next((one for one in self.guards if isinstance(one, SecureAggregationCallback)), None)
+        #: Its part in secure aggregation; None if it sends its messages plain.
+        self.member = None if rules is None else SecureMember(client, rules)
         self.own = OwnClient(method, client, data)
         method.exchange = self.own
         self._loaded: dict[int, str] = {}
+        #: Round and stage that are added up, and those whose sums the server has.
+        self._under_way, self._told = (-1, ""), set[tuple[int, str]]()
         self._jobs: Mapping[str, Callable[[dict[str, Any], Setting, State], tuple[dict[str, Any], State]]] = {
             TRAIN: self._train,
             EVALUATE: self._evaluate,
@@ -128,7 +137,8 @@ class Site:
             if header.get("kind") == NOTE:
                 log.warning("%s", " ".join(str(header.get("note"))[:MOST].split()))
                 return seal({"client": self.client}, {})
-            return self._work(header, parts)
+            self._check_run(header)
+            return self._secure(header, parts) if header.get("kind") == SECURE else self._work(header, parts)
         except FederationError as error:
             reason = " ".join(str(error).split())
         except Exception as error:
@@ -137,24 +147,72 @@ class Site:
         log.warning("Refused: %s", reason)
         return seal({"client": self.client, "refused": reason}, {})
 
-    def _work(self, header: dict[str, Any], parts: dict[str, State]) -> bytes:
-        """Do the jobs of a request, one after the other."""
+    def _check_run(self, header: dict[str, Any]) -> None:
+        """Refuse every run but the approved one."""
         if header.get("run") != self.run.fingerprint:
             raise FederationError(
                 f"The site's operator approved the run {self.run.fingerprint}, not {header.get('run')!r}: use the same "
                 "configuration on both sides."
             )
+
+    def _work(self, header: dict[str, Any], parts: dict[str, State]) -> bytes:
+        """Do the jobs of a request, one after the other."""
         replies: list[dict[str, Any]] = []
         sent: dict[str, State] = {}
+        if self.member is not None and any(job["kind"] == TRAIN for job in header["jobs"]):
+            raise FederationError("This site sends its messages under secure aggregation, and none without.")
         for place, job in enumerate(header["jobs"]):
             self._hold(job)
             said, tensors = self._jobs[job["kind"]](job, Setting(*job["setting"]), parts.get(str(place), {}))
             self._check_private(tensors)
             replies.append(said)
             sent[str(place)] = tensors
+        self._prune(header)
+        return seal({"client": self.client, "replies": replies}, sent)
+
+    def _secure(self, header: dict[str, Any], parts: dict[str, State]) -> bytes:
+        """Answer a stage of secure aggregation; a training's message leaves under masks."""
+        if self.member is None:
+            raise FederationError("The run that the site's operator approved has no SecureAggregationCallback.")
+        answer = self.member.answer(header)
+        if header["stage"] == UNMASK:
+            self._told.add(self._under_way)
+        if header["stage"] != MASKED:
+            return seal({"client": self.client, "answer": answer}, {})
+        job = header["job"]
+        self._hold(job)
+        self._under_way = (int(job["setting"][0]), str(job["setting"][2]))
+        if self._under_way in self._told:
+            log.warning(
+                "The server asks for round %d again, whose sum it has: with other clients in it, the difference of the "
+                "two sums would tell about single clients.",
+                self._under_way[0],
+            )
+        said, message = self._trained(job, Setting(*job["setting"]), parts.get("0", {}))
+        self._check_private(message.tensors)
+        self._prune(header)
+        said["sound"] = said["sound"] and is_finite(message.tensors)
+        del said["loss"]  # it is in the sum
+        if not said["sound"]:
+            self.member.close()
+            return seal({"client": self.client, "answer": said}, {})
+        words = self.member.masked(self._words(message))
+        said["layout"] = [[name, list(v.shape), _name(v.dtype)] for name, v in message.tensors.items()]
+        return seal({"client": self.client, "answer": said}, {"0": {"masked": torch.from_numpy(words.view(np.int64))}})
+
+    def _words(self, message: Message) -> Words:
+        """A message, its weight and its loss as numbers to add up."""
+        assert self.member is not None
+        clients, samples = self.member.clients, message.samples
+        plain = row(message.tensors, self.member.rules.weight(self.method, samples), clients)
+        known = abs(message.loss * samples) < largest(clients)  # False for one that is not finite
+        loss = [message.loss * samples, float(samples)] if known else [0.0, 0.0]
+        return np.concatenate((plain, encoded(torch.tensor(loss, dtype=torch.float64), clients)))
+
+    def _prune(self, header: dict[str, Any]) -> None:
+        """Remove versions that the server does not count on any more."""
         for number, oldest in header.get("oldest", {}).items():
             self.store.prune(int(number), int(oldest))
-        return seal({"client": self.client, "replies": replies}, sent)
 
     def _hold(self, job: dict[str, Any]) -> None:
         """Have the versions at hand that the server counts on, and no others."""
@@ -170,6 +228,11 @@ class Site:
         self.method.snapshots.to(self.method.device, self.method.compute_dtype)
 
     def _train(self, job: dict[str, Any], setting: Setting, received: State) -> tuple[dict[str, Any], State]:
+        """One local training, and the message as it is sent."""
+        said, message = self._trained(job, setting, received)
+        return said, message.tensors
+
+    def _trained(self, job: dict[str, Any], setting: Setting, received: State) -> tuple[dict[str, Any], Message]:
         """One local training; what the client keeps is on the disk before anything is sent."""
         number, own = int(job["number"]), self.own
         (returned,) = own.gather(list(own.train(setting, {number: received}, job.get("max_steps"))))
@@ -188,7 +251,7 @@ class Site:
             "version": version,
             "counters": None if version is None else _counters(own.pending[number]),
         }
-        return said, message.tensors
+        return said, message
 
     def _evaluate(self, job: dict[str, Any], setting: Setting, received: State) -> tuple[dict[str, Any], State]:
         """Scores on the client's own samples of a split."""

@@ -26,7 +26,7 @@ from fl_lightning.methods import IFCA, FedAvg, FedDAF, FedGroup, FedMA, FedPer, 
 from fl_lightning.methods.settings import Inference
 from fl_lightning.nets import LeNetBN
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
-from tests.test_resume import Stop, kill, make, run, stopped
+from tests.support.stops import Stop, kill, make, run, stopped
 
 IMAGE = (1, 28, 28)
 

@@ -23,8 +23,8 @@ from fl_lightning.cli.runs import find
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, Local, WAFFLe, WeightErosion
 from fl_lightning.module import FederatedModule
-from tests.browser import Board, colours, screenshot
 from tests.support import blobs, fit, mlp, weights
+from tests.support.browser import Board, colours, screenshot
 
 SIZES = (24, 16, 16, 16, 24, 16)
 MODES = {"mode": [0, 0, 0, 0, 1, 1]}

@@ -16,8 +16,8 @@ from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedPer
 from fl_lightning.module import FederatedModule
-from tests.matrix import PROBLEMS, attempt
 from tests.support import CLASSES, blobs, fit, mlp, trainer
+from tests.support.matrix import PROBLEMS, attempt
 
 
 def test_every_test_sample_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 
 from fl_lightning.callbacks import MembershipInferenceCallback
@@ -17,8 +18,8 @@ from fl_lightning.papers.drawing import draw
 from fl_lightning.papers.measure import measure
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import config_of, run_metric, select, table
-from tests.cli.test_cli import QUICKSTART, QUIET, refused
-from tests.papers.tiny import TINY, run
+from tests.support.commands import QUICKSTART, QUIET, refused
+from tests.support.tiny import TINY, run
 
 SAVER = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
 
@@ -107,7 +108,7 @@ def test_a_lightning_that_knows_no_weights_only(
 ) -> None:
     """Lightning before 2.6: the checkpoint is looked for, not the argument refused."""
 
-    class Older(attack.Trainer):
+    class Older(lightning.pytorch.Trainer):
         def test(
             self,
             model: Any = None,
@@ -118,7 +119,7 @@ def test_a_lightning_that_knows_no_weights_only(
         ) -> Any:
             return super().test(model, dataloaders, ckpt_path, verbose, datamodule)
 
-    monkeypatch.setattr(attack, "Trainer", Older)
+    monkeypatch.setattr(lightning.pytorch, "Trainer", Older)
     argv = ["attack", "--config", QUICKSTART, "--ckpt_path", "no.ckpt", "--weights_only", "true"]
     assert "There is no checkpoint no.ckpt" in refused(capsys, *argv)
 

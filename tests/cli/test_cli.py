@@ -22,25 +22,12 @@ from fl_lightning.cli.runs import find
 from fl_lightning.methods import FedAvg
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import NETS
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-QUICKSTART = str(CONFIGS / "quickstart.yaml")
-QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+from tests.support.commands import CONFIGS, QUICKSTART, QUIET, refused
 
 
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Run a command that must end in one sentence and exit code 2; returns the sentence."""
-    with pytest.raises(SystemExit) as end:
-        main(list(argv))
-    assert end.value.code == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("fl-lightning: error: ")
-    return last
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)

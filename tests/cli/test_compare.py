@@ -16,9 +16,8 @@ import pytest
 from fl_lightning.cli import main
 from fl_lightning.cli.compare import experiments_of, populations, summary
 from fl_lightning.cli.runs import find
-from fl_lightning.cli.sheet import Sheet
 from fl_lightning.errors import FederationError
-from tests.browser import colours, screenshot
+from tests.support.browser import colours, screenshot
 
 Maker = Callable[..., Path]
 
@@ -180,12 +179,6 @@ def test_markdown_and_latex_tables(make: Maker, tmp_path: Path) -> None:
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 4
     assert r"mean \%" in latex
     assert r"\textbf" not in latex, "one seed makes no winner"
-
-
-def test_every_row_of_a_latex_table_has_all_columns() -> None:
-    text = Sheet("a & b", ["run", "x_1"], [["R&D", "50 %"]], {1: 0}).latex()
-    rows = [line for line in text.splitlines() if line.endswith(r"\\")]
-    assert rows == [r"    run & x\_1 \\", r"    R\&D & \textbf{50 \%} \\"]
 
 
 def test_quiet_prints_nothing(make: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from fl_lightning.papers import tables
 from fl_lightning.papers.measure import measure
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import Cell, Config, config_hash, select, table
-from tests.papers.tiny import TINY, run
+from tests.support.tiny import TINY, run
 
 TABLE = "waffle_factor_journal/table2"
 FEDAVG = ["--only", "dataset=mnist", "method=fedavg", "partition=unimodal_Z2", "metric=local_test_acc"]

@@ -18,25 +18,13 @@ pytest.importorskip("torchtext", reason="needs the text extra")
 from fl_lightning.datamodules import IID, ByUser, DominantClass, Sent140, corpus, sent140
 from fl_lightning.datamodules.tweets import mask, tokenize
 from fl_lightning.errors import FederationError
-
-WORDS = ["good", "bad", "happy", "sad", "sun", "rain", "cat", "dog", "tea", "rest", "work", "home"]
-
-
-def row(label: int, user: str, text: str) -> str:
-    return f'"{label}","1","Mon Apr 06 22:19:45 PDT 2009","NO_QUERY","{user}","{text}"\n'
+from tests.support import tweets
+from tests.support.tweets import WORDS, row
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Thirty tweets each of ten users, and five of the manual test file, one of them neutral."""
-    folder = tmp_path / "sentiment140"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    lines = [row(4 * (i % 2), f"user{i // 30}", " ".join(rng.choice(WORDS, 6)) + f" only{i}") for i in range(300)]
-    (folder / corpus.TRAIN_FILE).write_text("".join(lines), encoding="latin-1")
-    tests = [row(label, "t", f"caf\xe9 tweet {label}") for label in (0, 2, 4, 4, 0)]
-    (folder / corpus.TEST_FILE).write_text("".join(tests), encoding="latin-1")
-    return tmp_path
+    return tweets.write(tmp_path)
 
 
 def data(root: Path, **kwargs: Any) -> Sent140:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,68 +15,22 @@ from fl_lightning.engine import Batch, CapturedEngine, captured
 from fl_lightning.engine.compiled import CompiledEngine
 from fl_lightning.engine.schedule import StackSamples
 from fl_lightning.methods import (
-    APFL,
-    IFCA,
-    QFFL,
-    SCAFFOLD,
     FedAvg,
-    FedBPS,
-    FedCluster,
-    FedDAF,
-    FedGN,
-    FedGroup,
-    FedMA,
-    FedPer,
     FedProx,
-    FeSEM,
-    LGFedAvg,
     Local,
     PFedMe,
-    WAFFLe,
-    WAFFLEAvg,
-    WAFFLeL1,
-    WeightErosion,
 )
 from fl_lightning.module import FederatedModule
-from fl_lightning.nets import LeNet5, LeNetBN
+from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import Message, State
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, sgd, weights
-
-IMAGE = (1, 28, 28)
+from tests.support.engines import IMAGE, METHODS, NETS, differ, seeded, trained
 
 
 @pytest.fixture(autouse=True)
 def _trace_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are short: a captured step is traced the first time it is seen."""
     monkeypatch.setattr(CapturedEngine, "seldom", 0)
-
-
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(FEATURES, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 8), nn.Dropout(0.2)
-        )
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class Drifting(nn.Module):
-    """Reassigns a buffer in the forward pass, which in-place tricks miss."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(FEATURES, CLASSES)
-        self.register_buffer("mean", torch.zeros(FEATURES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return self.fc(x - self.mean)
 
 
 class Constant(nn.Module):
@@ -97,45 +50,6 @@ class Constant(nn.Module):
         return self.calls * self.fc(x * self.scale)
 
 
-def seeded(make: Any) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make()
-
-
-NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "mlp": (mlp, (FEATURES,)),
-    "lenet": (lambda: LeNet5(num_classes=CLASSES), IMAGE),
-    "lenet_bn": (lambda: LeNetBN(num_classes=CLASSES), IMAGE),
-    "dropout": (Dropped, (FEATURES,)),
-    "reassigned buffer": (Drifting, (FEATURES,)),
-    "frozen layer": (lambda: _frozen(), (FEATURES,)),
-}
-
-
-def _frozen() -> nn.Module:
-    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-    return net.requires_grad_(False) and (net[2].requires_grad_(True), net)[1]
-
-
-def trained(
-    kind: type[FederatedModule], net: str, sizes: tuple[int, ...] = (19, 9, 16, 8), **kwargs: Any
-) -> FederatedModule:
-    make, shape = NETS[net]
-    method = kind(seeded(make), lr=0.1, epochs=2, batch_size=8, **kwargs)
-    fit(method, blobs(sizes, shape), rounds=2)
-    return method
-
-
-def differ(left: FederatedModule, right: FederatedModule) -> float:
-    worst = largest_difference(weights(left), weights(right))
-    assert list(left.snapshots) == list(right.snapshots)
-    for client in left.snapshots:
-        if left.snapshots[client].private:
-            worst = max(worst, largest_difference(left.snapshots[client].private, right.snapshots[client].private))
-    return worst
-
-
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"clip_norm": 0.05}], ids=["plain", "momentum", "clip"]
@@ -143,31 +57,6 @@ def differ(left: FederatedModule, right: FederatedModule) -> float:
 def test_stacked_equals_sequential(net: str, options: dict[str, float]) -> None:
     one, other = (trained(FedAvg, net, engine=engine, **options) for engine in ("sequential", "stacked"))
     assert differ(one, other) < 1e-9
-
-
-METHODS: dict[type[FederatedModule], dict[str, Any]] = {
-    FedAvg: {"momentum": 0.9},
-    FedProx: {"mu": 1.0},
-    Local: {},
-    QFFL: {"q": 0.5},
-    APFL: {},
-    FedDAF: {"feature_stats": True, "warmup": 0, "refit_every": 1, "inference": {"steps": 5}},
-    SCAFFOLD: {"momentum": 0.9},
-    FedMA: {},
-    FedPer: {},
-    LGFedAvg: {},
-    FedBPS: {"p": 0.5},
-    PFedMe: {"lam": 1.0, "inner_steps": 2},
-    FeSEM: {"clusters": 2, "momentum": 0.9},
-    IFCA: {"clusters": 2},
-    FedCluster: {"clusters": 2, "momentum": 0.9},
-    FedGroup: {"clusters": 2, "cold_steps": 5},
-    FedGN: {},
-    WAFFLEAvg: {"momentum": 0.9, "rounds": 6},
-    WeightErosion: {},
-    WAFFLe: {"factors": {"fc1": 6}},
-    WAFFLeL1: {"factors": {"fc1": 6}},
-}
 
 
 @pytest.mark.parametrize("kind", METHODS)

@@ -25,8 +25,8 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, Local, WAFFLe
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import State
-from tests.engine.test_equality import differ, seeded
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
+from tests.support.engines import differ, seeded
 
 SETTINGS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8}
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from tests.flower.federations import Federation, alive, descendants, listening, wait_for
+from tests.support.federations import Federation, alive, descendants, listening, wait_for
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.flower import bridge
 from fl_lightning.flower.bridge import GridTransport, Worker
 from fl_lightning.flower.sockets import Door, connect, receive, send, socket_path
-from tests.flower.federations import wait_for
+from tests.support.federations import wait_for
 
 
 class Played:

@@ -18,7 +18,7 @@ from fl_lightning.flower.keys import fingerprint, node_keys, server_keys
 from fl_lightning.flower.launch import COMMANDS, REFUSED, LocalOnly
 from fl_lightning.flower.superlink import Superlink
 from fl_lightning.flower.supernode import Supernode
-from tests.flower.federations import alive, free_port, needs_flower, wait_for
+from tests.support.federations import alive, free_port, needs_flower, wait_for
 
 FOLDER = Path(fl_lightning.flower.__file__).parent
 

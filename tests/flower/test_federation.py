@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 
 from fl_lightning.errors import FederationError
-from tests.flower.federations import Federation, Site, needs_flower, wait_for
+from tests.support.federations import Federation, Site, needs_flower, wait_for
 
 pytestmark = needs_flower
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.flower.federations import Federation, alive, descendants, listening, needs_flower, one, wait_for
+from tests.support.federations import Federation, alive, descendants, listening, needs_flower, one, wait_for
 
 pytestmark = [needs_flower, pytest.mark.slow]
 
@@ -89,7 +89,7 @@ def test_a_killed_superexec_comes_back(federation, parent):
 
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from tests.flower.federations import Federation\n"
+        "import sys, time; from pathlib import Path; from tests.support.federations import Federation\n"
         "made = Federation(Path(sys.argv[1])); print(made.ask(b'ab'), made.link.port, flush=True); time.sleep(1000)"
     )
     killed = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.golden import cases
+from tests.support import cases
 
 PATH = Path(__file__).parent / "golden.json"
 

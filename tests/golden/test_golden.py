@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.golden import cases, record
+from tests.golden import record
+from tests.support import cases
 
 GOLDEN: dict[str, Any] = json.loads(record.PATH.read_text())
 

@@ -14,9 +14,9 @@ from fl_lightning import seeding
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import APFL, FedAvg, Local
 from fl_lightning.methods.apfl import ALPHA, OWN
-from tests.engine.test_equality import differ
 from tests.support import blobs, fit, largest_difference, mlp, weights
-from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.engines import differ
+from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
 OPTIONS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8}

@@ -18,7 +18,7 @@ from fl_lightning.nets import LeNetBN
 from fl_lightning.optim import FedAdam
 from fl_lightning.seeding import stream
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, planted, untimed, weights
-from tests.test_resume import Stop, assert_same, fail, kill, make, run, state_of, stopped
+from tests.support.stops import Stop, assert_same, fail, kill, make, run, state_of, stopped
 
 OPTIONS: dict[type[ClusteredModule], dict[str, Any]] = {
     FeSEM: {"clusters": 2, "centres": "same"},

@@ -23,10 +23,10 @@ from fl_lightning.methods.settings import Laplace, Trials
 from fl_lightning.nets import BiLSTM, LeNetBN
 from fl_lightning.parties import LocalData
 from fl_lightning.wire import Message, pack_bits, unpack_bits
-from tests.engine.test_equality import NETS, differ, seeded
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, untimed, weights
-from tests.test_laplace import Idle
-from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.engines import NETS, differ, seeded
+from tests.support.problems import Unused
+from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
 OPTIONS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": "sequential"}
@@ -147,7 +147,7 @@ def test_weights_without_any_gradient_have_the_largest_variance_and_become_perso
 
 @pytest.mark.parametrize("curvature", ["fisher", "ggn", "hessian"])
 def test_parameters_that_do_not_reach_the_loss_have_the_variance_of_the_prior(curvature: Any) -> None:
-    method = FedBPS(seeded(Idle), p=0.5, laplace=Laplace(curvature), prior_precision=4.0, **OPTIONS)
+    method = FedBPS(seeded(Unused), p=0.5, laplace=Laplace(curvature), prior_precision=4.0, **OPTIONS)
     got: list[Message] = []
     method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
     fit(method, blobs(), rounds=1)

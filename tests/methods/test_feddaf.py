@@ -25,7 +25,7 @@ from fl_lightning.methods.lib.fusion_vae import FLOOR, FusionVAE, Noise, belongi
 from fl_lightning.nets import BiLSTM, FedNet, LeNetBN
 from fl_lightning.wire import Message
 from tests.support import CLASSES, blobs, fit, gathered, largest_difference, mlp, weights
-from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 IMAGE = (1, 28, 28)
 SIZES = (19, 9, 16, 8, 12, 24)

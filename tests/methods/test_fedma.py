@@ -26,7 +26,7 @@ from fl_lightning.nets.norms import add_norms, norm_layers
 from fl_lightning.nets.units import Units, recurrent_units, units_between
 from fl_lightning.parties import Reply
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
-from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 
 class Block(nn.Module):

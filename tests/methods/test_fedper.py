@@ -12,9 +12,9 @@ from torch import nn
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, FedPer, LGFedAvg, Local
 from fl_lightning.nets import LeNetBN
-from tests.engine.test_equality import differ, trained
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
-from tests.test_resume import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
+from tests.support.engines import differ, trained
+from tests.support.stops import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked"])
 BASE, HEAD = {"fc1.weight", "fc1.bias"}, {"head.weight", "head.bias"}

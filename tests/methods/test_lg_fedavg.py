@@ -9,8 +9,8 @@ import torch
 
 from fl_lightning.methods import FedAvg, FedPer, LGFedAvg, Local
 from fl_lightning.nets import LeNet5, LeNetBN
-from tests.engine.test_equality import differ
 from tests.support import blobs, fit, largest_difference, mlp, weights
+from tests.support.engines import differ
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked"])
 BASE, HEAD = {"fc1.weight", "fc1.bias"}, {"head.weight", "head.bias"}

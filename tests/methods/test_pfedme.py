@@ -17,9 +17,9 @@ from fl_lightning.methods import PFedMe
 from fl_lightning.nets import LeNetBN
 from fl_lightning.parties import Reply
 from fl_lightning.wire import Message, State
-from tests.engine.test_equality import IMAGE, differ, trained
 from tests.support import CLASSES, RAGGED, blobs, fit, largest_difference, mlp, weights
-from tests.test_resume import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
+from tests.support.engines import IMAGE, differ, trained
+from tests.support.stops import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked"])
 NAMES = {"fc1.weight", "fc1.bias", "head.weight", "head.bias"}

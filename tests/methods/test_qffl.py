@@ -14,9 +14,9 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import QFFL, FedAvg
 from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import Message
-from tests.engine.test_equality import NETS, differ, seeded, trained
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
-from tests.test_resume import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
+from tests.support.engines import NETS, differ, seeded, trained
+from tests.support.stops import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked"])
 LOSS = "received.loss"

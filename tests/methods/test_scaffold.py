@@ -16,9 +16,10 @@ from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg
 from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER
 from fl_lightning.nets import LeNetBN
-from tests.engine.test_equality import differ
 from tests.support import blobs, fit, largest_difference, mlp, weights
-from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.engines import differ
+from tests.support.problems import Point
+from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
 
@@ -118,17 +119,6 @@ def test_steps_are_corrected_and_the_control_is_the_raw_mean(options: dict[str, 
     assert largest_difference({name: sent[name] for name in total}, net.state_dict()) < 1e-12
     own = {name: method.snapshots[0].private[OWN + name] for name in total}
     assert largest_difference(own, {name: value / 4 for name, value in total.items()}) < 1e-12
-
-
-class Point(nn.Module):
-    """A net that ignores its input but for the client's optimum and curvature, which the loss reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, 4:].sqrt() * (self.w - x[:, :4])
 
 
 def quadratics(kind: type[FedAvg], rounds: int = 300) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,10 @@ from fl_lightning.methods.scaffold import CHANGE, OWN, SERVER
 from fl_lightning.methods.schedules import Constant, Linear, Sigmoid
 from fl_lightning.methods.waffle_avg import NEW, calculate_weights
 from fl_lightning.parties import Reply
-from tests.engine.test_equality import differ
-from tests.methods.test_scaffold import Point
-from tests.methods.test_weight_erosion import _known, twins
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
-from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.engines import differ
+from tests.support.problems import Point, known, twins
+from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 CONTROLS = pytest.mark.parametrize("control", ["eq1", "weighted_mean"])
 SETTINGS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": "stacked"}
@@ -340,7 +339,7 @@ def test_resumes_exactly_with_control_variates_and_weight_history(agent: Any, co
     run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
     assert_same(state_of(again), state_of(whole))
     assert_same(again.server_control(), whole.server_control())  # type: ignore[attr-defined]
-    assert_same(_known(again.memory), _known(whole.memory))
+    assert_same(known(again.memory), known(whole.memory))
     assert whole.weight_history().shape == (4, 4 if agent == "all" else 1, 4)  # type: ignore[operator]
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.datamodules import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import FedAvg, Local, WeightErosion
 from fl_lightning.methods.weight_erosion import LEFT
 from fl_lightning.nets import LeNetBN
 from fl_lightning.parties import Reply
-from tests.engine.test_equality import differ, seeded
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, trainer, weights
-from tests.test_resume import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.engines import differ, seeded
+from tests.support.problems import known, twins
+from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 
 def erosion(**kwargs: Any) -> WeightErosion:
@@ -122,16 +122,6 @@ def test_the_agents_own_weight_stays_whole_and_no_weight_grows() -> None:
     torch.testing.assert_close(history.sum(-1), torch.ones(8, 1).double())
 
 
-def twins(**kwargs: Any) -> TensorFederation:
-    """Agents 0 and 1 have the very same 12 samples, agent 2 has others."""
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(34, FEATURES, generator=generator), torch.arange(34) % CLASSES
-    x, y = torch.cat((x, x[:12])), torch.cat((y, y[:12]))
-    train = [list(range(12)), list(range(34, 46)), list(range(12, 24))]
-    lists = {"train": train, "test": [[24, 25], [26, 27], [28, 29]]}
-    return TensorFederation(x, y, **lists, num_classes=CLASSES, **{"val_fraction": 0, **kwargs})
-
-
 def test_agents_with_the_same_data_and_order_keep_their_weight() -> None:
     """One full batch a round: the order within it does not matter but for rounding."""
     method = erosion(batch_size=12, distance_penalty=0.2)
@@ -201,14 +191,10 @@ def test_resumes_exactly_with_its_weights(agent: Any, tmp_path: Path) -> None:
     again = make(WeightErosion, **options)
     run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
     assert_same(state_of(again), state_of(whole))
-    assert_same(_known(again.memory), _known(whole.memory))
+    assert_same(known(again.memory), known(whole.memory))
     assert len(whole.memory["weights"]) == 4
     loaded = WeightErosion.load_from_checkpoint(tmp_path / "whole" / "last.ckpt")
     assert_same(loaded.personal_state(2), whole.personal_state(2))
-
-
-def _known(memory: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.nan_to_num(-1.0) for name, value in memory.items()}
 
 
 def test_another_fit_begins_with_whole_weights_and_the_trained_model() -> None:

@@ -36,6 +36,7 @@ def test_against_scikit_learn(seed: int, ties: bool) -> None:
     assert float(attack_f1(s, m)) == pytest.approx(f1_score(members, scores >= 0.5))
     assert float(attack_auroc(s, m)) == pytest.approx(roc_auc_score(members, scores))
     fpr, tpr, _ = roc_curve(members, scores, drop_intermediate=False)
+    assert [rate.tolist() for rate in roc(s, m)] == [fpr.tolist(), tpr.tolist()]
     assert bool(tpr_at_fpr(s, m, 0.001).isnan())
     for rate in (0.01, 0.3):
         assert float(tpr_at_fpr(s, m, rate)) == pytest.approx(tpr[fpr <= rate].max())
@@ -54,6 +55,13 @@ def test_ends_of_the_scale() -> None:
     assert [float(best_accuracy(s, members)) for s in (perfect, useless, inverse)] == [1.0, 0.5, 0.5]
     assert best_threshold(inverse, members) > 3
     assert float(attack_f1(useless, members, 2.0)) == 0.0
+
+
+def test_scores_of_any_size_keep_their_order() -> None:
+    scores, members = torch.tensor([40.0, 39.0, 41.0, -40.0]), torch.tensor([True, False, True, False])
+    for unit in (1e-9, 1.0, 1e9):
+        assert float(attack_auroc(unit * scores, members)) == 1.0
+    assert bool(attack_auroc(scores, torch.ones(4, dtype=torch.bool)).isnan()), "nobody to tell members from"
 
 
 def test_metric_adds_up() -> None:

@@ -32,7 +32,7 @@ from fl_lightning.nets import (
 )
 from fl_lightning.nets.transformer import Attention
 from fl_lightning.tasks import NextToken, Regression, Segmentation, Task
-from tests.test_tasks import Trained
+from tests.support.problems import Trained
 
 SIZES = (12, 7, 9)
 TOTAL = sum(SIZES)

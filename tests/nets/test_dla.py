@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fl_lightning.methods import FedAvg
 from fl_lightning.nets import DLA, NETS, DLASimple, DLATiny
 from fl_lightning.nets.dla import _BinaryTree, _Tree
-from tests.engine.test_equality import differ
 from tests.support import CLASSES, blobs, fit
+from tests.support.engines import differ
 
 
 @pytest.mark.parametrize(

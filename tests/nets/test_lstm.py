@@ -15,10 +15,15 @@ from fl_lightning.engine import CapturedEngine
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import IFCA, FedAvg, FedGN
 from fl_lightning.nets import NETS, BiLSTM
-from tests.datamodules.test_sent140 import root  # noqa: F401
-from tests.support import blobs, fit, largest_difference, weights
+from tests.support import blobs, fit, largest_difference, tweets, weights
 
 LENGTHS = (9, 4, 1, 7)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    pytest.importorskip("torchtext", reason="needs the text extra")
+    return tweets.write(tmp_path)
 
 
 def tokens(lengths: tuple[int, ...] = LENGTHS, size: int = 9, rows: int = 50) -> Tensor:
@@ -99,7 +104,7 @@ def test_trains_alike_through_every_engine(kind: str, monkeypatch: pytest.Monkey
 # What vmap cannot map it calls client by client, and says so.
 @pytest.mark.filterwarnings("error:There is a performance drop")
 @pytest.mark.parametrize("kind", [FedAvg, FedGN, IFCA])
-def test_trains_on_tweets(kind: type[FedAvg], root: Path) -> None:  # noqa: F811
+def test_trains_on_tweets(kind: type[FedAvg], root: Path) -> None:
     data = Sent140(root=str(root), partition=ByUser(5, 20), vocab_size=30)
     net = small(num_embeddings=data.num_embeddings)
     method = kind(net, lr=0.5, epochs=4, batch_size=8, engine="stacked")
@@ -108,7 +113,7 @@ def test_trains_on_tweets(kind: type[FedAvg], root: Path) -> None:  # noqa: F811
     assert method.net.embedding.weight[0].abs().sum() == 0  # type: ignore[union-attr]
 
 
-def test_an_embedding_with_too_few_rows_is_refused(root: Path) -> None:  # noqa: F811
+def test_an_embedding_with_too_few_rows_is_refused(root: Path) -> None:
     data = Sent140(root=str(root), partition=ByUser(5, 20), vocab_size=30)
     with pytest.raises(FederationError, match=r"BiLSTM cannot take inputs of shape \(40,\) with numbers up to 31"):
         fit(FedAvg(small(num_embeddings=31)), data, rounds=1)

@@ -9,7 +9,7 @@ import pytest
 from fl_lightning.papers.environment import environment
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import config_of, select, table
-from tests.papers.tiny import run
+from tests.support.tiny import run
 
 ROOT = Path(__file__).parents[2]
 #: What has to be alike for numbers to be the same to the last digit.

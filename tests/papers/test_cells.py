@@ -10,7 +10,7 @@ import pytest
 
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.papers import cells
-from tests.papers.tiny import GLOBAL, TINY, run
+from tests.support.tiny import GLOBAL, TINY, run
 
 
 def test_best_and_final_accuracy_rounds_and_bytes_of_one_agent(tmp_path: Path) -> None:

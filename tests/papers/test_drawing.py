@@ -15,7 +15,7 @@ from fl_lightning.papers.marked import MARK
 from fl_lightning.papers.measure import measure
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import config_hash, select, table
-from tests.papers.tiny import GLOBAL, TINY, run
+from tests.support.tiny import GLOBAL, TINY, run
 
 
 def test_weights_of_the_agents_by_round_are_kept_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

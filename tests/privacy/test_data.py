@@ -12,7 +12,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
 from fl_lightning.privacy import AttackData, attack_data
 from fl_lightning.privacy.data import deal_shadows
-from tests.privacy.support import CLIENTS, noise
+from tests.support.privacy import CLIENTS, noise
 
 
 def check(federation: Federation, data: AttackData) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback, GradientLeakageCallback
-from fl_lightning.datamodules import IID, TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import IFCA, SCAFFOLD, FedAvg, FedBPS, FedMA, FedPer, Local, PFedMe, WAFFLe, WeightErosion
 from fl_lightning.metrics import psnr
@@ -19,8 +18,8 @@ from fl_lightning.nets import MLP, LossNet
 from fl_lightning.privacy.gradients import LocalSteps, Matching
 from fl_lightning.privacy.leakage import exact, gradient_of, labels_of, small_update
 from fl_lightning.privacy.pixels import Pixels
-from tests.privacy.test_inversion import SIDE, stripes
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
+from tests.support.privacy import SIDE, spots, stripes
 
 
 def linear(bias: bool = True) -> MLP:
@@ -167,14 +166,6 @@ def test_callback_on_images(kind: type[FederatedModule], tmp_path: Path) -> None
     if kind is FedAvg:
         shot = max(callback.images, key=lambda one: float(psnr(one.images, one.originals)))
         torch.testing.assert_close(shot.images.float(), shot.originals, rtol=1e-4, atol=1e-4)
-
-
-def spots() -> TensorFederation:
-    """Images that have black and white pixels, more black ones."""
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.rand(240, 1, SIDE, SIDE, generator=generator) * 700 - 400).clamp(0, 255).to(torch.uint8)
-    mean, std = torch.tensor(50.0), torch.tensor(80.0)
-    return TensorFederation(x, torch.arange(240) % 3, partition=IID(2, train_samples=60), mean=mean, std=std)
 
 
 @pytest.mark.parametrize("local_steps", [1, 4])

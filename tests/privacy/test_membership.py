@@ -21,8 +21,8 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.privacy import Report, attack_data, infer_membership, intercept, make_views, train_shadows
 from fl_lightning.privacy.data import deal_shadows
 from fl_lightning.privacy.inference import Answers, Teacher, answers
-from tests.privacy.support import CLIENTS, net, noise
 from tests.support import fit, largest_difference, trainer, weights
+from tests.support.privacy import CLIENTS, net, noise
 
 RECIPE: dict[str, Any] = {"lr": 0.2, "epochs": 8, "batch_size": 10, "engine": "stacked"}
 ROUNDS = 3

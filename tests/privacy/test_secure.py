@@ -27,13 +27,8 @@ from fl_lightning.privacy.secure import decoded, encoded, masked, summed
 from fl_lightning.privacy.wiretap import finished
 from fl_lightning.robust import Median
 from fl_lightning.wire import Message, weighted_mean
-from tests.privacy.support import net, noise
-from tests.privacy.test_inversion import SIDE
-from tests.privacy.test_leakage import spots
 from tests.support import blobs, fit, largest_difference, mlp, weights
-
-#: Methods whose server needs more than one mean.
-REFUSED = {"QFFL", "FedDAF", "FedMA", "WeightErosion", "WAFFLEAvg", "IFCA", "FeSEM", "FedGroup", "FedBPS"}
+from tests.support.privacy import REFUSED, SIDE, net, noise, spots
 
 
 @pytest.mark.parametrize("clients", [2, 3, 10])

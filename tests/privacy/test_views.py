@@ -18,8 +18,8 @@ from fl_lightning.privacy import VIEWS, Run, Wire, Wiretap, intercept, make_view
 from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.wiretap import finished
 from fl_lightning.wire import State, prefixed
-from tests.engine.test_equality import METHODS
 from tests.support import blobs, fit, largest_difference, mlp, weights
+from tests.support.engines import METHODS
 
 WAFFLE: dict[str, Any] = {"factors": {"fc1": 6}, "epochs": 2, "lr": 0.1, "vi_lr_mult": 100.0}
 

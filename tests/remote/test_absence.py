@@ -9,8 +9,8 @@ import pytest
 
 from fl_lightning.callbacks import FederatedCallback
 from fl_lightning.errors import FederationError
-from tests.golden import cases
-from tests.remote.sites import case_network, serve
+from tests.support import cases
+from tests.support.sites import case_network, serve
 
 #: What needs all clients before it begins, and says so.
 NEED_ALL = {"FedCluster-dominant": "dominant"}

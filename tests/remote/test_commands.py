@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.flower.federations import free_port, needs_flower
+from tests.support.federations import free_port, needs_flower
 
 #: Flower would install an app's dependencies.
 DISABLED = "--disable-runtime-dependency-installation"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.flower.federations import needs_flower
-from tests.golden import cases
+from tests.support import cases
+from tests.support.federations import needs_flower
 
 
 @needs_flower
 @pytest.mark.slow
 def test_four_methods_over_flower(tmp_path: Path) -> None:
-    from tests.remote.deployed import Deployed
+    from tests.support.deployed import Deployed
 
     with Deployed(tmp_path) as federation:
         for name in ("FedAvg", "FedPer", "SCAFFOLD", "WAFFLe"):

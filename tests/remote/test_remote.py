@@ -31,8 +31,8 @@ from fl_lightning.remote import PrivateStore, RemoteClients, Site
 from fl_lightning.remote.envelope import seal, unseal
 from fl_lightning.robust import Median
 from fl_lightning.snapshots import ClientSnapshot
-from tests.remote.sites import InProcess, network, serve
 from tests.support import blobs, fit, mlp
+from tests.support.sites import InProcess, network, serve
 
 CLIENTS = 3
 DATA = {"sizes": (19, 9, 16)}

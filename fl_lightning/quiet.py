@@ -1,4 +1,4 @@
-"""Messages of Lightning that say nothing of a federated run: adverts, and notes on how rounds look to a Trainer."""
+"""Lightning without its messages: adverts, notes on how rounds look to a Trainer, and Trainers inside other work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 #: Warnings about versions of libraries, and about rounds, each of which is one batch to the Trainer.
 WARNINGS = (
@@ -32,3 +38,37 @@ def hush() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning_utilities.core.rank_zero"):
         logging.getLogger(name).addFilter(_NoAdverts())
+
+
+@contextmanager
+def silence(warned: bool = True) -> Iterator[None]:
+    """Keep back Lightning's notes, inside the context only.
+
+    Args:
+        warned: False keeps back all warnings, too.
+    """
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        if not warned:
+            warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    """Trainer on the CPU that logs, saves and shows nothing, unless options say so."""
+    from lightning.pytorch import Trainer
+
+    plain: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(**{**plain, **options})

@@ -9,8 +9,7 @@ from typing import Any
 from fl_lightning.federation import Federation
 from fl_lightning.module import FederatedModule
 from fl_lightning.remote import PrivateStore, RemoteClients, Site, SiteData
-from tests.golden import cases
-from tests.support import fit
+from tests.support import cases, fit
 
 #: Changes a reply on its way, or gives none: by node, request and reply.
 Meddle = Callable[[str, bytes, bytes], "bytes | str"]
@@ -46,9 +45,9 @@ def site(make: Callable[[], FederatedModule], client: int, whole: Federation, fo
     return Site(client, method, whole.part([client]), PrivateStore(folder / str(client)), **options)
 
 
-def network(make: Callable[[], FederatedModule], whole: Federation, folder: Path) -> dict[str, Site]:
+def network(make: Callable[[], FederatedModule], whole: Federation, folder: Path, **options: Any) -> dict[str, Site]:
     """All clients of a federation, by the names of their nodes."""
-    return {f"node-{client}": site(make, client, whole, folder) for client in range(whole.num_clients)}
+    return {f"node-{client}": site(make, client, whole, folder, **options) for client in range(whole.num_clients)}
 
 
 def serve(

@@ -17,10 +17,8 @@ from fl_lightning.flower.keys import node_keys, server_keys
 from fl_lightning.flower.sockets import socket_path
 from fl_lightning.flower.superlink import Superlink
 from fl_lightning.remote import RemoteClients, Site, SiteData
-from tests.flower import federations
-from tests.golden import cases
-from tests.remote.sites import network
-from tests.support import fit
+from tests.support import cases, federations, fit
+from tests.support.sites import network
 
 
 class Deployed:
