@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fl_lightning import lightning_checks, persistence, schedules, seeding, tasks
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.contract import AdversarySide, ClientSide
-from fl_lightning.engine import Engine, LocalTraining, entries, make_engine
+from fl_lightning.engine import MOST_WORKERS, Engine, LocalTraining, entries, make_engine
 from fl_lightning.engine.contract import ScheduleUnit
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import ClientOutput, Evaluator, evaluation_setting
@@ -28,7 +28,7 @@ from fl_lightning.nets import FedNet
 from fl_lightning.optim import step_schedulers
 from fl_lightning.parties import Introduction, Setting, Stage
 from fl_lightning.progress import federated_progress_bar
-from fl_lightning.ranges import CountUpToAMillion, NonNegative, Positive, ShareBelowOne
+from fl_lightning.ranges import AtMost, Count, CountOrZero, CountUpToAMillion, NonNegative, Positive, ShareBelowOne
 from fl_lightning.robust import Aggregation
 from fl_lightning.schedules import Schedule
 from fl_lightning.signals import SignalsCallback
@@ -94,10 +94,10 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         server_optimizer: ServerOptimizer | None = None,
         aggregation: Aggregation | None = None,
         engine: str = "auto",
-        clients_per_stack: int = 16,
-        workers: int = 1,
+        clients_per_stack: Count = 16,
+        workers: Annotated[Count, AtMost(MOST_WORKERS)] = 1,
         store: str | None = None,
-        seed: int | None = None,
+        seed: CountOrZero | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False

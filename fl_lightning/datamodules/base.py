@@ -25,7 +25,7 @@ from fl_lightning.datamodules.partitions.iid import IID
 from fl_lightning.datamodules.sampling import Sampling, drawn, trained
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex, Federation, Split
-from fl_lightning.ranges import Count, PositiveShare, ShareBelowOne
+from fl_lightning.ranges import Count, CountOrZero, PositiveShare, ShareBelowOne
 from fl_lightning.secret import new_key
 
 if TYPE_CHECKING:
@@ -113,12 +113,12 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         partition: PartitionScheme | None = None,
         fraction: PositiveShare = 1.0,
         val_fraction: ShareBelowOne | None = None,
-        seed: int | None = None,
+        seed: CountOrZero | None = None,
         eval_clients: Count = 100,
         augment: bool = False,
         manifest: str | None = None,
         limit: Count | None = None,
-        eval_only: list[int] | None = None,
+        eval_only: list[CountOrZero] | None = None,
         sampling: Sampling = "fixed",
         secret_cohorts: bool = False,
     ) -> None:
