@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Metrics in words.
+SPELT = {"acc": "accuracy", "rmse": "RMSE", "mse": "MSE", "mae": "MAE", "r2": "R²", "f1": "F1", "auroc": "AUROC"}
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -15,8 +18,8 @@ class Measure:
         share: whether it lies between 0 and 1 and is printed in percent.
 
     Example:
-        >>> Measure().title, Measure("rmse", False, False).scale
-        ('accuracy', 1.0)
+        >>> Measure().title, Measure("rmse", False, False).title, Measure("rmse", False, False).scale
+        ('accuracy', 'RMSE', 1.0)
     """
 
     name: str = "acc"
@@ -26,7 +29,7 @@ class Measure:
     @property
     def title(self) -> str:
         """The name in words."""
-        return "accuracy" if self.name == "acc" else self.name
+        return SPELT.get(self.name, self.name)
 
     @property
     def scale(self) -> float:

@@ -47,6 +47,13 @@ def for_tiles() -> contextlib.AbstractContextManager[None]:
     return rc_context({"font.size": 14.0, "figure.dpi": 130})
 
 
+def letters() -> float:
+    """The size of letters in points: 10, and more within :func:`for_tiles`."""
+    from matplotlib import rcParams
+
+    return float(rcParams["font.size"])
+
+
 def lines(
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     x: str,
@@ -181,7 +188,8 @@ def scatter(points: Values, labels: Sequence[Any], title: str, names: Sequence[s
         colour, marker = COLOURS[number % len(COLOURS)], "osD^vP*"[number % 7]
         axes.scatter(points[chosen, 0], points[chosen, 1], label=str(kind), color=colour, marker=marker)
     for place, name in zip(points, names, strict=False):
-        axes.annotate(name, tuple(place), xytext=(3, 3), textcoords="offset points", fontsize="x-small")
+        axes.annotate(name, tuple(place), xytext=(3, 3), textcoords="offset points", fontsize="small")
+    axes.margins(0.1)
     axes.set(title=title, xticks=[], yticks=[])
     if 1 < len(kinds) <= 20:
         axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -190,7 +198,9 @@ def scatter(points: Values, labels: Sequence[Any], title: str, names: Sequence[s
 
 def pixels(figure: Figure) -> NDArray[np.uint8]:
     """The figure as an image, shape (height, width, 3)."""
-    canvas_of: Any = figure.canvas
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas_of: Any = FigureCanvasAgg(figure)
     canvas_of.draw()
     return np.asarray(canvas_of.buffer_rgba())[..., :3].copy()
 

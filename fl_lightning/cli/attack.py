@@ -10,10 +10,13 @@ from typing import Any, Literal
 from lightning.pytorch.cli import LightningArgumentParser
 
 from fl_lightning.callbacks import (
+    ClientMembershipCallback,
     DifferentialPrivacyCallback,
     GradientLeakageCallback,
+    ImprintCallback,
     MembershipInferenceCallback,
     ModelInversionCallback,
+    PropertyInferenceCallback,
 )
 from fl_lightning.callbacks.attacks import AttackCallback
 from fl_lightning.cli.lightning import FederatedCLI, check_named, given
@@ -24,7 +27,15 @@ from fl_lightning.quiet import quiet_trainer, silence
 from fl_lightning.view import View
 
 ATTACKS: dict[str, type[AttackCallback]] = {
-    kind.attack: kind for kind in (MembershipInferenceCallback, ModelInversionCallback, GradientLeakageCallback)
+    kind.attack: kind
+    for kind in (
+        MembershipInferenceCallback,
+        ModelInversionCallback,
+        GradientLeakageCallback,
+        ClientMembershipCallback,
+        PropertyInferenceCallback,
+        ImprintCallback,
+    )
 }
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fl_lightning.callbacks.pages import page_of, words
+from fl_lightning.callbacks.pages import page_of, unit, words
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.runs import Run, find
-from fl_lightning.measure import Measure
+from fl_lightning.measure import SPELT, Measure
 from fl_lightning.sheet import Sheet, figure
 
 
@@ -134,7 +134,11 @@ def summary(experiments: Sequence[Experiment]) -> Sheet:
     measures = _measures(experiments)
     columns = [column for measure in measures for column in _judged(measure, len(measures) > 1)]
     others = dict.fromkeys(name for one in experiments for run in one.runs for name in run.metrics)
-    columns += [Column(f"mean {name}", _scored(name), 4) for name in others if name not in {m.name for m in measures}]
+    columns += [
+        Column(f"mean {SPELT.get(name, name)}", _scored(name), 4)
+        for name in others
+        if name not in {m.name for m in measures}
+    ]
     columns.append(Column("rounds", _validations, 0))
     title = " and ".join(measure.title for measure in measures)
     return _sheet(f"Last round, {title} on the clients' own {samples}{note}", experiments, columns)
@@ -163,7 +167,13 @@ def cost(experiments: Sequence[Experiment]) -> Sheet | None:
 def privacy(experiments: Sequence[Experiment]) -> Sheet | None:
     """The last value of everything that the privacy callbacks logged; None where there is nothing."""
     names = {tag: None for one in experiments for run in one.runs for tag in run.final if page_of(tag) == "Privacy"}
-    return _sheet("Privacy", experiments, [Column(words(tag), _last(tag), 4) for tag in names]) if names else None
+    return _sheet("Privacy", experiments, [_attacked(tag) for tag in names]) if names else None
+
+
+def _attacked(tag: str) -> Column:
+    """The column of a number that a privacy callback logged."""
+    label, factor = unit(tag)
+    return Column(f"{words(tag)} {label}".strip(), _last(tag), 2 if label == "%" else 4, factor)
 
 
 #: What is printed and written as Markdown and LaTeX.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import yaml
 
+from fl_lightning.callbacks.pages import GROUPS
 from fl_lightning.callbacks.record import FILE, read_record
 from fl_lightning.cli import naming
 from fl_lightning.cli.naming import REPEATED
@@ -212,7 +213,7 @@ def _logged(folder: Path) -> Run:
     events.Reload()
     curves: dict[str, Curve] = {}
     for tag in events.Tags()["scalars"]:
-        if tag not in ("epoch", "hp_metric"):
+        if tag not in ("epoch", "hp_metric") and tag.partition("/")[0] not in GROUPS.values():
             points = events.Scalars(tag)
             curves[tag] = [point.step for point in points], [point.value for point in points]
     sums = [int(sum(curves[f"comm/{way}_bytes"][1])) for way in ("up", "down") if f"comm/{way}_bytes" in curves]

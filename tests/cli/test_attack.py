@@ -66,6 +66,22 @@ def test_attacks_on_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("saved/run.ckpt").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("client_membership", {"memory": 2}), ("property", {"shadows": 8}), ("imprint", {"place": "front", "clients": 1})],
+)
+def test_attacks_on_clients_as_a_whole_and_by_a_crafting_server(
+    name: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--config", QUICKSTART, "--model.engine=stacked", "--model.epochs=2"]
+    main(["fit", *run, *QUIET, "--trainer.max_epochs=1", f"--trainer.callbacks={SAVER}"])
+    capsys.readouterr()
+    main(["attack", *run, "--ckpt_path", "saved/run.ckpt", "--attack", name, "--options", json.dumps(options)])
+    assert f"# {name} on FedAvg after 1 rounds" in capsys.readouterr().out
+    (report,) = json.loads(Path(f"runs/attack/attack_{name}.json").read_text())
+    assert report["rows"]
+
+
 def test_the_configuration_that_a_run_saved_serves_the_attack_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named as a reader of the README would, and as the process's own arguments, of which Lightning does not warn."""
     logs = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "runs"]
@@ -94,7 +110,17 @@ def test_what_cannot_be_attacked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "There is no view 'spy': choose among outsider" in refused(capsys, *attack, *views)
 
 
-@pytest.mark.parametrize(("name", "option"), [("membership", "shadows"), ("inversion", "starts"), ("leakage", "steps")])
+OPTIONS = {
+    "membership": "shadows",
+    "inversion": "starts",
+    "leakage": "steps",
+    "client_membership": "references",
+    "property": "label",
+    "imprint": "bins",
+}
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS.items())
 def test_options_of_an_attack_have_types(name: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("many", 1.5):
         with pytest.raises(SystemExit) as end:
