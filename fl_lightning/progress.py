@@ -140,8 +140,8 @@ class FederatedRichProgressBar(RichProgressBar):
 class RoundProgress(ProgressBar):
     """The command line's view of a run: round, clients done, local steps a second, mean score, time to the end.
 
-    ``Trainer(callbacks=[RoundProgress()])`` gives it to runs in Python. In a notebook it is one line that changes, without
-    a terminal a plain line every ten seconds.
+    ``Trainer(callbacks=[RoundProgress()])`` adds it to runs in Python. In a notebook it is one line that changes,
+    without a terminal a plain line every ten seconds.
 
     Args:
         quiet: show nothing.
@@ -256,7 +256,7 @@ def federated_progress_bar(bar: ProgressBar | None) -> ProgressBar | None:
 
 
 def federated_progress_bars(bar: ProgressBar | None) -> list[ProgressBar]:
-    """What replaces a Trainer's progress bar: the federated one.
+    """Federated bar that replaces a Trainer's progress bar.
 
     Rich, Lightning's default, shows nothing but warnings in a notebook without ipywidgets; it is turned off there, and
     the line of :class:`RoundProgress` comes instead. Lightning takes a bar away for one of its subclass alone.
