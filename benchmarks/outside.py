@@ -82,12 +82,13 @@ def breached(
 
     gradients, y = shared
     config = breaching.get_attack_config(name)
-    for key in options.keys() - {"secrets"}:
+    for key in options.keys() - {"secrets", "scale"}:
         config.optim[key] = options[key]
     setup = {"dtype": torch.float, "device": torch.device("cpu")}
     attacker = breaching.attacks.prepare_attack(model, nn.CrossEntropyLoss(), config, setup)
     channels = shape[0]
-    data = SimpleNamespace(shape=shape, modality="vision", mean=[0.0] * channels, std=[1.0] * channels, classes=10)
+    mean, std = options.get("scale", (0.0, 1.0))
+    data = SimpleNamespace(shape=shape, modality="vision", mean=[mean] * channels, std=[std] * channels, classes=10)
     payload = [{"parameters": [p.detach() for p in model.parameters()], "buffers": [], "metadata": data}]
     told = {"num_data_points": len(y), "labels": y, "local_hyperparams": None, "num_users": 1}
     sent = [{"gradients": [g.detach() for g in gradients], "buffers": None, "metadata": told}]
@@ -147,14 +148,14 @@ def imprinted(x: Tensor, y: Tensor, own: Tensor, outside: bool) -> None:
     from breaching.cases.malicious_modifications.imprint import ImprintBlock
 
     # Its bins are quantiles of a normal distribution of mean 0, so it gets inputs of that scale.
-    mean, std = own.mean(), own.flatten(1).mean(1).std()
-    for name, inputs in (("as given", x), ("standardised", (x - mean) / std)):
+    mean, std = float(own.mean()), float(own.flatten(1).mean(1).std())
+    for name, inputs, scale in (("as given", x, (0.0, 1.0)), ("standardised", (x - mean) / std, (mean, std))):
         with quiet():
             block = ImprintBlock(SHAPE, num_bins=BINS, linfunc="avg")
             theirs = nn.Sequential(block, convolutional())
             secrets = {"ImprintBlock": {"weight_idx": 0, "bias_idx": 1, "shape": SHAPE, "structure": block.structure}}
             gradients = gradients_of(theirs, inputs, y)
-            images = breached("imprint", theirs, (gradients, y), SHAPE, secrets=secrets)
+            images = breached("imprint", theirs, (gradients, y), SHAPE, secrets=secrets, scale=scale)
         images = images if name == "as given" else images * std + mean
         line(kind, f"breaching, imprint, inputs {name}", 100 * share(images, x), "% of samples at 40 dB")
 
@@ -233,15 +234,16 @@ def metered(
     return found
 
 
-def pictured(x: Tensor, y: Tensor, outside: bool, variation: float = 1.0) -> None:
+def pictured(x: Tensor, y: Tensor, outside: bool) -> None:
     """Model inversion: the share of images in which a judge sees the class, and PSNR to the class's mean."""
     model, judge = fitted(x[:800].flatten(1), y[:800], 0), fitted(x[800:1600].flatten(1), y[800:1600], 1)
     means = torch.stack([x[:800][y[:800] == c].mean(0) for c in range(10)])
     answer: Callable[[Tensor], Tensor] = lambda images: model(images.flatten(1))  # noqa: E731
-    images = Inversion(steps=500, starts=1, variation=1.0).reconstruct(
-        [answer], range(10), SHAPE, np.random.default_rng(0)
-    )[:, 0]
-    told = {"Inversion": images}
+    told = {}
+    for variation in (1.0, 0.1, 0.01):
+        attack = Inversion(starts=1, variation=variation)
+        made = attack.reconstruct([answer], range(10), SHAPE, np.random.default_rng(0))
+        told[f"`Inversion(variation={variation:g})`"] = made[:, 0]
     if outside:
         from art.attacks.inference.model_inversion import MIFace
         from art.estimators.classification import PyTorchClassifier
@@ -250,9 +252,9 @@ def pictured(x: Tensor, y: Tensor, outside: bool, variation: float = 1.0) -> Non
             wrapped = PyTorchClassifier(
                 nn.Sequential(nn.Flatten(), model), nn.CrossEntropyLoss(), SHAPE, 10, clip_values=(0, 1)
             )
-            attack = MIFace(wrapped, max_iter=5000, window_length=500, threshold=1.0, learning_rate=0.1, verbose=False)
+            faces = MIFace(wrapped, max_iter=1000, window_length=100, threshold=1.0, learning_rate=0.1, verbose=False)
             start = np.full((10, *SHAPE), 0.5, dtype=np.float32)
-            told["ART, MIFace"] = torch.from_numpy(attack.infer(start, np.arange(10)))
+            told["ART, MIFace"] = torch.from_numpy(faces.infer(start, np.arange(10)))
     for name, found in told.items():
         seen = float((judge(found.flatten(1).float()).argmax(1) == torch.arange(10)).double().mean())
         line("model inversion", name, 100 * seen, f"% seen by the judge, {quality(found, means):.1f} dB to class means")
@@ -273,6 +275,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--shadows", type=int, default=16)
+    parts = ("gradients", "imprint", "membership", "inversion")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -281,10 +285,14 @@ def main() -> None:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
     print("| attack | implementation | result |\n|---|---|---|")
-    inverted(x, y, arguments.steps, installed("breaching"))
-    imprinted(x, y, x[1000:1500], installed("breaching"))
-    members(x, y, arguments.shadows, installed("privacy_meter"))
-    pictured(x, y, installed("art"))
+    if "gradients" in arguments.parts:
+        inverted(x, y, arguments.steps, installed("breaching"))
+    if "imprint" in arguments.parts:
+        imprinted(x, y, x[1000:1500], installed("breaching"))
+    if "membership" in arguments.parts:
+        members(x, y, arguments.shadows, installed("privacy_meter"))
+    if "inversion" in arguments.parts:
+        pictured(x, y, installed("art"))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from fl_lightning.model import BufferPolicy
 from fl_lightning.nets import FedNet
 from fl_lightning.optim import step_schedulers
 from fl_lightning.parties import Introduction, Setting, Stage
-from fl_lightning.progress import federated_progress_bar
+from fl_lightning.progress import federated_progress_bars
 from fl_lightning.robust import Aggregation
 from fl_lightning.schedules import Schedule
 from fl_lightning.signals import SignalsCallback
@@ -188,8 +188,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         """Refuse what cannot be honoured, and show clients in the Trainer's own progress bar."""
         lightning_checks.check_trainer(self.trainer)
         persistence.watch(self.trainer)
-        ours = federated_progress_bar(self.trainer.progress_bar_callback)
-        return [SignalsCallback(), *([] if ours is None else [ours])]
+        return [SignalsCallback(), *federated_progress_bars(self.trainer.progress_bar_callback)]
 
     def setup(self, stage: str) -> None:
         """Check net and data, and let the clients introduce themselves."""

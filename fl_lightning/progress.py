@@ -6,12 +6,14 @@ one tick per client that has trained; validation, test and prediction look as be
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedColumn
+from rich.console import Console
 from rich.progress import Task
 from rich.text import Text
 
@@ -138,8 +140,8 @@ class FederatedRichProgressBar(RichProgressBar):
 class RoundProgress(ProgressBar):
     """The command line's view of a run: round, clients done, local steps a second, mean score, time to the end.
 
-    ``Trainer(callbacks=[RoundProgress()])`` gives it to runs in Python. Where there is no terminal it writes a plain
-    line every ten seconds.
+    ``Trainer(callbacks=[RoundProgress()])`` adds it to runs in Python. In a notebook it is one line that changes,
+    without a terminal a plain line every ten seconds.
 
     Args:
         quiet: show nothing.
@@ -251,3 +253,23 @@ def federated_progress_bar(bar: ProgressBar | None) -> ProgressBar | None:
     if not bar._enabled:
         ours.disable()
     return ours
+
+
+def federated_progress_bars(bar: ProgressBar | None) -> list[ProgressBar]:
+    """Federated bar that replaces a Trainer's progress bar.
+
+    Rich, Lightning's default, shows nothing but warnings in a notebook without ipywidgets; it is turned off there, and
+    the line of :class:`RoundProgress` comes instead. Lightning takes a bar away for one of its subclass alone.
+    """
+    ours = federated_progress_bar(bar)
+    if ours is None:
+        return []
+    if isinstance(ours, FederatedRichProgressBar) and ours.is_enabled and _plain_notebook():
+        ours.disable()
+        return [RoundProgress(), ours]
+    return [ours]
+
+
+def _plain_notebook() -> bool:
+    """Whether this is a notebook without widgets."""
+    return Console().is_jupyter and importlib.util.find_spec("ipywidgets") is None

@@ -1,4 +1,4 @@
-"""One view of progress for all commands: a line that moves on a terminal, plain lines elsewhere, nothing if asked."""
+"""One view of progress for all commands: a line that moves on a terminal and in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from rich.console import Console
 
-#: Seconds between two plain lines.
-EVERY = 10.0
+#: Seconds between two plain lines, and between two states of a notebook's line.
+EVERY, NOTEBOOK = 10.0, 0.25
 
 
 def duration(seconds: float) -> str:
@@ -28,7 +28,8 @@ def duration(seconds: float) -> str:
 class View:
     """How far a long task has come, and when it will be done.
 
-    On a terminal it is one line with a bar; where there is none it is a line every ten seconds, and one at the end.
+    On a terminal it is one line with a bar, in a notebook one line that changes; elsewhere it is a line every ten
+    seconds, and one at the end.
 
     Args:
         what: what is counted, such as ``round``.
@@ -36,7 +37,7 @@ class View:
         begin: how many were done before, of a run that is resumed.
         quiet: show nothing.
         console: where to; the standard output unless given.
-        every: seconds between two plain lines.
+        every: seconds between two plain lines; a notebook's line changes four times a second.
         clock: tells the time, in seconds.
     """
 
@@ -52,11 +53,12 @@ class View:
     ) -> None:
         self.what, self.total, self.begin, self.quiet = what, total, begin, quiet
         self.console = console or Console()
-        self._every, self._clock = every, clock
+        self._every, self._clock = NOTEBOOK if self.console.is_jupyter else every, clock
         self._started = self._printed = clock()
         self._done, self._facts = float(begin), ""
         self._bar: Any = None
         self._shown = ""
+        self._cell: Any = None
         if not quiet and self.console.is_terminal:
             self._bar = self._open()
 
@@ -98,7 +100,20 @@ class View:
         text = f"{self._head()}  {self._facts}".rstrip()
         if text != self._shown:
             self._shown = text
-            self.console.print(text, highlight=False, soft_wrap=True)
+            if self.console.is_jupyter:
+                self._change(text)
+            else:
+                self.console.print(text, highlight=False, soft_wrap=True)
+
+    def _change(self, text: str) -> None:
+        """Write the notebook's line anew."""
+        from IPython.display import display
+
+        shown = {"text/plain": text}
+        if self._cell is None:
+            self._cell = display(shown, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._cell.update(shown, raw=True)
 
     def _head(self) -> str:
         return f"{self.what} {int(self._done)}" + (f"/{self.total}" if self.total else "")

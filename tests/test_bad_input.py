@@ -283,8 +283,8 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 FILES: list[tuple[str, str, str, list[str], str]] = [
-    ("bomb", "c.yaml", BOMB, ["--config", "c.yaml"], "c.yaml says the same over and over"),
-    ("holds itself", "c.yaml", "a: &a [*a]\n", ["--config", "c.yaml"], "c.yaml says the same over and over"),
+    ("bomb", "c.yaml", BOMB, ["--config", "c.yaml"], "c.yaml expands to too many entries"),
+    ("holds itself", "c.yaml", "a: &a [*a]\n", ["--config", "c.yaml"], "c.yaml expands to too many entries"),
     (
         "lr one level too high",
         "c.yaml",
@@ -304,7 +304,7 @@ FILES: list[tuple[str, str, str, list[str], str]] = [
         "c.yaml",
         "",
         ["--config", "nosuch"],
-        "no file nosuch, and the library's own are: quickst",
+        "no file nosuch; the library's own configurations are: quickst",
     ),
     ("error", "e.py", "\n1 / 0\n", ["--use", "e.py"], "e.py cannot be used: ZeroDivisionError in line 2: division"),
     ("syntax error", "s.py", "\n\ndef\n", ["--use", "s.py"], "s.py cannot be used: SyntaxError in line 3"),
@@ -340,7 +340,7 @@ def test_a_record_with_missing_keys_is_refused(key: str, tmp_path: Path) -> None
 COMMANDS: list[tuple[str, list[str], str]] = [
     ("no net", ["--data", "Digits", "--model", "FedAvg"], "a method needs a network: add --model.net, one of BiLSTM, "),
     ("half precision", ["--config", "quickstart", "--trainer.precision=16"], "precision=16 needs a gradient scaler"),
-    ("devices", ["--config", "quickstart", "--trainer.devices=9999"], "--trainer.devices=9999 would start as many"),
+    ("devices", ["--config", "quickstart", "--trainer.devices=9999"], "--trainer.devices=9999 starts that many"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""``fl-lightning compare RUN...``: finished runs side by side, and a report that needs nothing but a browser."""
+"""``fl-lightning compare RUN...``: finished runs side by side, and a self-contained HTML report."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fl_lightning.sheet import Sheet, figure
 
 
 class Experiment(NamedTuple):
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     name: str
     runs: list[Run]
 
     def values(self, of: Callable[[Run], float | None]) -> list[float]:
-        """A number of every run that has it."""
+        """The value of every run that has it."""
         return [value for run in self.runs if (value := of(run)) is not None]
 
 
 class Column(NamedTuple):
-    """A column of the comparison: how its number is got of a run and printed, and whether more is better."""
+    """A column of the comparison: its value, format and direction."""
 
     heading: str
     of: Callable[[Run], float | None]
@@ -82,10 +82,10 @@ def build_parser() -> FederatedArgumentParser:
     """The command's options."""
     parser = FederatedArgumentParser(
         prog="fl-lightning compare",
-        description="Put finished runs side by side and write a report. Runs that differ in their seed alone are "
+        description="Compare finished runs and write a report. Runs that differ only in their seed are "
         "averaged. A folder stands for all runs in it.",
     )
-    parser.add_argument("runs", nargs="+", type=str, help="folders that fits wrote their logs to")
+    parser.add_argument("runs", nargs="+", type=str, help="log folders of fits")
     parser.add_argument("--out", type=str, default="comparison", help="folder for report.html, table.md and table.tex")
     parser.add_argument("--title", type=str, help="title of the report")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
@@ -145,7 +145,7 @@ def summary(experiments: Sequence[Experiment]) -> Sheet:
 
 
 def populations(experiments: Sequence[Experiment]) -> Sheet | None:
-    """Score by sub-population and the gap between majority and minority; None where there is one group."""
+    """Score by sub-population and the gap between majority and minority; None with one group."""
     names = {name: None for one in experiments for run in one.runs for name in run.populations}
     if not names:
         return None
@@ -159,13 +159,13 @@ def populations(experiments: Sequence[Experiment]) -> Sheet | None:
 
 
 def cost(experiments: Sequence[Experiment]) -> Sheet | None:
-    """Traffic and time of the runs; None where nothing is known of it."""
+    """Traffic and time of the runs; None if unknown."""
     sheet = _sheet("Cost of the whole fit, validation included", experiments, COSTS)
     return sheet if len(sheet.columns) > 1 else None
 
 
 def privacy(experiments: Sequence[Experiment]) -> Sheet | None:
-    """The last value of everything that the privacy callbacks logged; None where there is nothing."""
+    """Last values of all metrics of the privacy callbacks; None if there are none."""
     names = {tag: None for one in experiments for run in one.runs for tag in run.final if page_of(tag) == "Privacy"}
     return _sheet("Privacy", experiments, [_attacked(tag) for tag in names]) if names else None
 

@@ -99,9 +99,9 @@ def test_the_configuration_that_a_run_saved_serves_the_attack_on_it(monkeypatch:
 
 def test_what_cannot_be_attacked(capsys: pytest.CaptureFixture[str]) -> None:
     attack = ["attack", "--config", QUICKSTART]
-    assert "Say which run is attacked" in refused(capsys, *attack)
+    assert "The attacked run is missing" in refused(capsys, *attack)
     assert "--dry_run is an option of fit" in refused(capsys, *attack, "--ckpt_path", "no.ckpt", "--dry_run")
-    assert "--ckpt_path takes a file" in refused(capsys, *attack, "--ckpt_path", "best")
+    assert "--ckpt_path best is not known here" in refused(capsys, *attack, "--ckpt_path", "best")
     assert "There is no checkpoint no.ckpt" in refused(capsys, *attack, "--ckpt_path", "no.ckpt")
     assert "expected one of membership, inversion, leakage" in refused(capsys, *attack, "--attack", "bribery")
     options = ["--ckpt_path", "no.ckpt", "--options", '{"bribe": 3}']
