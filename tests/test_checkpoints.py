@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not at all, refused when anything in them has changed, and fallen back from."""
+"""Checkpoint files are written atomically, rejected if changed, and fits fall back to earlier ones."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Deployed:
         self.link.stop()
 
     def run(self, case: cases.Case, net: str, policy: str) -> Any:
-        """The case over Flower; what clients keep lies in the folder under its name."""
+        """Run the case over Flower; private state is stored in a folder with its name."""
         torch.manual_seed(0)
 
         def make() -> Any:
@@ -70,7 +70,7 @@ class Deployed:
         return server
 
     def same(self, server: Any, case: cases.Case, net: str, policy: str) -> dict[str, bool]:
-        """Whether weights, what clients keep and scores are the simulation's, bit for bit."""
+        """Return whether weights, private state and scores equal the simulation's, bit for bit."""
         expected = cases.parts(method := cases.run(case, net, policy, "sequential"))
         private = {}
         for number, version in server.exchange.versions.items():
