@@ -1,4 +1,4 @@
-"""Lightning without its messages: adverts, notes on how rounds look to a Trainer, and Trainers inside other work."""
+"""Silence for Lightning messages that do not apply to federated runs, and for Trainers inside other work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: Warnings about versions of libraries, and about rounds, each of which is one batch to the Trainer.
+#: Warnings about library versions, and about rounds, which have one batch each for the Trainer.
 WARNINGS = (
     r".*recommended to use `self\.log\('(train|val|test|comm|clients|time)/.*sync_dist",  # the same on every rank
     r".*treespec, LeafSpec",  # Lightning 2.6 with newer torch
@@ -23,15 +23,15 @@ _ADVERT = re.compile(r"^💡|override existing callbacks passed to Trainer: (\w*
 
 
 class _NoAdverts(logging.Filter):
-    """Lets everything pass but advertisements."""
+    """Drops advertisements."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is worth reading."""
+        """Return whether to keep a record."""
         return not _ADVERT.search(str(record.msg))
 
 
 def hush() -> None:
-    """Keep these messages back, in the whole process; the environment's ``FL_LIGHTNING_NOISE=1`` leaves them."""
+    """Silence these messages in the whole process, unless the environment has ``FL_LIGHTNING_NOISE=1``."""
     if os.environ.get("FL_LIGHTNING_NOISE"):
         return
     for message in WARNINGS:
@@ -42,10 +42,10 @@ def hush() -> None:
 
 @contextmanager
 def silence(warned: bool = True) -> Iterator[None]:
-    """Keep back Lightning's notes, inside the context only.
+    """Silence Lightning's notes within the context.
 
     Args:
-        warned: False keeps back all warnings, too.
+        warned: whether warnings are still shown.
     """
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
@@ -60,7 +60,7 @@ def silence(warned: bool = True) -> Iterator[None]:
 
 
 def quiet_trainer(**options: Any) -> Trainer:
-    """Trainer on the CPU that logs, saves and shows nothing, unless options say so."""
+    """Return a Trainer on the CPU without logs, checkpoints or output, unless options override this."""
     from lightning.pytorch import Trainer
 
     plain: dict[str, Any] = {

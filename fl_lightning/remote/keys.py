@@ -1,7 +1,7 @@
-"""Keys, shares and masks of secure aggregation, of the building blocks of Flower's SecAgg+.
+"""Keys, shares and masks of secure aggregation, with the building blocks of Flower's SecAgg+.
 
-Borrowed are the agreement on keys (ECDH on P-384, HKDF), authenticated encryption (Fernet) and Shamir's secret sharing.
-Masks are SHAKE-256 streams: Flower's are drawn by a generator with a seed of 32 bits, which can be tried out.
+Flower provides key agreement (ECDH on P-384, HKDF), authenticated encryption (Fernet) and Shamir's secret sharing.
+Masks are SHAKE-256 streams instead of Flower's, whose generator has a seed of 32 bits that can be found by brute force.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from fl_lightning.errors import FederationError
 from fl_lightning.privacy.secure import Words
 from fl_lightning.secret import SecretStream
 
-#: Bytes of a private key as a number.
+#: Size in bytes of a private key as a number.
 NUMBER = 48
 
 
 class Pair(NamedTuple):
-    """A new private key, and its public half as a text."""
+    """A new private key, and its public key as text."""
 
     private: Any
     public: str
 
 
 def new_pair() -> Pair:
-    """A pair of keys, drawn from the operating system."""
+    """Generate a key pair with the operating system's randomness."""
     asymmetric = _flower().asymmetric
     private, public = asymmetric.generate_key_pairs()
     return Pair(private, asymmetric.public_key_to_bytes(public).decode())
 
 
 def agreed(private: Any, public: str) -> bytes:
-    """The secret that the owners of two pairs have in common."""
+    """Derive the shared secret of the owners of two key pairs."""
     flower = _flower()
     try:
         shared: bytes = flower.symmetric.generate_shared_key(
             private, flower.asymmetric.bytes_to_public_key(public.encode())
         )
     except (ValueError, TypeError, AttributeError) as error:
-        raise FederationError("A key of secure aggregation is none.") from error
+        raise FederationError("A key of secure aggregation is invalid.") from error
     return shared
 
 
 def number_of(private: Any) -> bytes:
-    """A private key as bytes to share."""
+    """Return a private key as bytes, for sharing."""
     value: int = private.private_numbers().private_value
     return value.to_bytes(NUMBER, "big")
 
 
 def pair_of(number: bytes) -> Pair:
-    """The pair of keys whose private half these bytes are."""
+    """Return the key pair of a private key given as bytes."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
     try:
@@ -60,13 +60,13 @@ def pair_of(number: bytes) -> Pair:
 
 
 def split(secret: bytes, threshold: int, shares: int) -> list[bytes]:
-    """Shares of a secret, of which ``threshold`` tell it and fewer tell nothing."""
+    """Split a secret into shares of which ``threshold`` reveal it and fewer reveal nothing."""
     made: list[bytes] = _flower().shamir.create_shares(secret, threshold, shares)
     return made
 
 
 def combined(shares: list[bytes]) -> bytes:
-    """The secret again, of as many shares as it needs."""
+    """Reconstruct a secret from its shares."""
     try:
         secret: bytes = _flower().shamir.combine_shares(shares)
     except (ValueError, IndexError, TypeError) as error:
@@ -75,12 +75,12 @@ def combined(shares: list[bytes]) -> bytes:
 
 
 def locked(key: bytes, source: int, target: int, seed: bytes, number: bytes) -> str:
-    """Two shares of a client for another one, encrypted so that a change is noticed.
+    """Encrypt two shares of a client for another one, with authentication.
 
     Args:
-        key: what the two have in common.
-        source: whose shares they are.
-        target: who is to keep them.
+        key: shared secret of the two clients.
+        source: the client whose secrets are shared.
+        target: the recipient.
         seed: share of the seed of its own mask.
         number: share of its private key.
     """
@@ -91,7 +91,7 @@ def locked(key: bytes, source: int, target: int, seed: bytes, number: bytes) -> 
 
 
 def unlocked(key: bytes, source: int, target: int, text: str) -> tuple[bytes, bytes]:
-    """The shares that :func:`locked` wrote, refused unless they are from and for whom they should be."""
+    """Decrypt the shares of :func:`locked`; raise an error unless source and target are as expected."""
     from cryptography.fernet import InvalidToken
 
     flower = _flower()
@@ -106,12 +106,12 @@ def unlocked(key: bytes, source: int, target: int, text: str) -> tuple[bytes, by
 
 
 def mask(secret: bytes, purpose: str, words: int) -> Words:
-    """A mask of so many words, the same for everybody who has the secret."""
+    """Return a mask of ``words`` numbers, determined by the secret."""
     return SecretStream(secret, f"secure aggregation {purpose}").words(words)
 
 
 class _Flower(NamedTuple):
-    """Modules of Flower that are used here."""
+    """Modules of Flower used here."""
 
     asymmetric: Any
     symmetric: Any
@@ -120,7 +120,7 @@ class _Flower(NamedTuple):
 
 
 def _flower() -> _Flower:
-    """Flower's modules, imported where secure aggregation is used and nowhere else."""
+    """Import Flower's modules on first use."""
     try:
         from flwr.common.secure_aggregation import secaggplus_utils
         from flwr.common.secure_aggregation.crypto import shamir, symmetric_encryption

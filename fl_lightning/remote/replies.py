@@ -1,4 +1,4 @@
-"""Replies of sites: whether they are what was asked for."""
+"""Validation of sites' replies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fl_lightning.wire import State
 
 
 def answered(client: int, reply: bytes | str) -> Envelope:
-    """A client's reply, or a sentence on what is wrong with it."""
+    """Return a client's reply; raise an error if it is invalid."""
     envelope = read(reply)
     if envelope.header.get("client") != client:
         raise FederationError(f"it answered as client {envelope.header.get('client')!r}.")
@@ -26,18 +26,18 @@ def answered(client: int, reply: bytes | str) -> Envelope:
 
 
 def named(clients: Sequence[int], reasons: Mapping[int, str]) -> str:
-    """Clients with the reasons why they are missed."""
+    """Format missing clients with the reasons."""
     return "; ".join(f"client {client}: {reasons.get(client, 'no answer')}" for client in clients[:10])
 
 
 def check_reply(job: Mapping[str, Any], said: Any, sent: State) -> None:
-    """Refuse a reply that is not of the form; what is in a message is checked where it is aggregated."""
+    """Reject a malformed reply; its tensors are checked when they are aggregated."""
     if type(said) is not dict or not _FORMS[job["kind"]](said, sent):
-        raise FederationError("its answer is not of the form that was asked for.")
+        raise FederationError("its answer is malformed.")
 
 
 def is_trained(said: Any) -> bool:
-    """Whether what a site says of a training is of the form."""
+    """Return whether the header of a training's reply is well-formed."""
     if type(said) is not dict:
         return False
     version, counters = said.get("version"), said.get("counters")
@@ -66,7 +66,7 @@ _FORMS = {TRAIN: _is_training, EVALUATE: _is_evaluation, TELL: _is_anything}
 
 
 def alike(found: list[Scores]) -> list[Scores]:
-    """The scores with the metrics that most clients told; others are left out and named."""
+    """Return the scores with the most common metrics; others are dropped with a warning."""
     layouts = [tuple(sorted((name, value.dtype) for name, value in one.metrics.items())) for one in found]
     ((common, _),) = Counter(layouts).most_common(1)
     strange = [int(one.clients) for one, layout in zip(found, layouts, strict=True) if layout != common]

@@ -1,4 +1,4 @@
-"""The server's part of secure aggregation: it passes keys and shares on, and takes the masks off the sum alone."""
+"""Server side of secure aggregation: relays keys and shares, and unmasks the sum only."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from fl_lightning.remote.replies import is_trained
 from fl_lightning.remote.secure_site import COMMON, MASKED, OWN, SETUP, SHARE, UNMASK, check_enough
 from fl_lightning.wire import State
 
-#: Numbers at the end of a sent vector besides values: the weight, the loss times its samples, these samples.
+#: Numbers at the end of a vector besides values: the weight, the loss times its samples, and these samples.
 TAIL = 3
 
 
 class Ask(Protocol):
-    """A way to ask clients something: yields who answered, and leaves a sentence for everybody else."""
+    """Sends requests to clients: yields their answers, and records a reason for every client without one."""
 
     def __call__(
         self, said: Mapping[int, dict[str, Any]], parts: Mapping[int, State], reasons: dict[int, str]
     ) -> Iterator[tuple[int, Envelope]]:
-        """Ask.
+        """Send requests.
 
         Args:
             said: header of the request by client.
-            parts: tensors that belong to it.
-            reasons: gets a sentence for every client that did not answer.
+            parts: tensors of the request by client.
+            reasons: receives a reason for every client that did not answer.
         """
         ...
 
@@ -48,22 +48,22 @@ class Sum(NamedTuple):
 
     mean: State
     loss: float
-    """Mean training loss of those in the sum, NaN if nobody took a step."""
+    """Mean training loss of the clients in the sum, NaN if none took a step."""
     said: dict[int, dict[str, Any]]
-    """Answers besides their values, of all in the sum."""
+    """Replies, without values, of all clients in the sum."""
     unsound: dict[int, dict[str, Any]]
-    """The same of clients whose updates are not finite, which are not in it."""
+    """Replies of clients that are not in the sum because their updates are not finite."""
 
 
 class SecureSession:
-    """One session of secure aggregation, seen from the server.
+    """One session of secure aggregation, as seen by the server.
 
     Args:
-        ask: the way to the clients.
+        ask: sends requests to clients.
         rules: the options, which clients have approved.
-        weigh: weight of a client with so many samples.
-        reasons: gets a sentence for every client that is missed.
-        needed: clients whose messages the round needs.
+        weigh: returns a client's weight from its number of samples.
+        reasons: receives a reason for every missing client.
+        needed: minimum number of clients whose messages the round needs.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class SecureSession:
         self._ask, self._weigh, self._name, self._clients = ask, weigh, secrets.token_hex(8), 0
 
     def run(self, jobs: Mapping[int, dict[str, Any]], parts: Mapping[int, State]) -> Sum:
-        """Have the clients agree on keys, do their jobs and send the results under masks.
+        """Make the clients agree on keys, do their jobs and send masked results.
 
         Args:
             jobs: header of every client's job.
-            parts: the tensors that belong to it.
+            parts: tensors of every client's job.
         """
         public = self._stage(SETUP, {client: {} for client in jobs}, _public)
         check_cohort(len(public), self.rules.least)
@@ -113,27 +113,27 @@ class SecureSession:
     def _stage(
         self, stage: str, more: Mapping[int, dict[str, Any]], form: Callable[[dict[str, Any]], Any]
     ) -> dict[int, Any]:
-        """Answers of a stage, by client; those of another form count as none."""
+        """Return the answers of a stage by client, without malformed ones."""
         headers = {client: {"session": self._name, "stage": stage, **one} for client, one in more.items()}
         found = {}
         for client, (header, _) in self._ask(headers, {}, self.reasons):
             try:
                 found[client] = form(header["answer"])
             except (KeyError, ValueError, TypeError, AttributeError):
-                self.reasons[client] = "its answer is not of the form that was asked for."
+                self.reasons[client] = "its answer is malformed."
         return found
 
     def _masked(
         self, work: Mapping[int, dict[str, Any]], parts: Mapping[int, State]
     ) -> tuple[dict[int, dict[str, Any]], dict[int, Words]]:
-        """Answers of clients, and their values under masks, which those do not send whose update is not finite."""
+        """Return clients' replies and masked values; clients whose updates are not finite send no values."""
         said, vectors = dict[int, dict[str, Any]](), dict[int, Words]()
         headers = {client: {"session": self._name, "stage": MASKED, **one} for client, one in work.items()}
         for client, (header, tensors) in self._ask(headers, parts, self.reasons):
             answer: Any = header.get("answer")
             vector: Any = tensors.get("0", {}).get("masked")
             if not is_trained(answer) or (answer["sound"] and not _is_vector(vector)):
-                self.reasons[client] = "its answer is not of the form that was asked for."
+                self.reasons[client] = "its answer is malformed."
                 continue
             said[client] = answer
             if answer["sound"]:
@@ -141,7 +141,7 @@ class SecureSession:
         return said, vectors
 
     def _alike(self, said: Mapping[int, dict[str, Any]], vectors: dict[int, Words]) -> State:
-        """An empty message of the layout that most have; those of others are taken out."""
+        """Return an empty message with the most common layout; drop vectors of clients with another one."""
         own = {client: (json.dumps(said[client].get("layout")), len(vectors[client])) for client in vectors}
         if own:
             ((common, _),) = Counter(own.values()).most_common(1)
@@ -152,14 +152,14 @@ class SecureSession:
         return _empty(*common)
 
     def _keep(self, there: dict[int, Any], right: Callable[[int, Any], bool], needed: int | None = None) -> None:
-        """Take out answers that name other clients than were asked for, and check that enough are left."""
+        """Drop answers that do not name the expected clients, and check that enough are left."""
         for client in [client for client, one in there.items() if not right(client, one)]:
             del there[client]
             self.reasons[client] = "it wrote shares of other clients than those that take part."
         self._check(there, needed)
 
     def _check(self, there: Mapping[int, Any], needed: int | None = None) -> None:
-        """Go on only with as many clients as the masks and the round need."""
+        """Raise an error with fewer clients than the masks or the round need."""
         check_enough(len(there), self._clients, self.rules)
         least = self.needed if needed is None else needed
         if len(there) < least:
@@ -168,7 +168,7 @@ class SecureSession:
     def _unmasked(
         self, vectors: Mapping[int, Words], public: Mapping[int, str], told: Mapping[int, Any], dropped: list[int]
     ) -> Words:
-        """The sum without masks: own ones of those in it, and common ones of these with those that dropped out."""
+        """Subtract from the sum the clients' own masks, and their common masks with clients that dropped out."""
         tellers = sorted(told)[: self.rules.needed(self._clients)]
         total: Words = np.sum(np.stack([*vectors.values()]), axis=0, dtype=np.uint64)
         for client in vectors:
@@ -192,7 +192,7 @@ def _public(said: dict[str, Any]) -> list[str]:
 
 
 def _texts(said: dict[str, Any], name: str) -> dict[int, str]:
-    """Texts by client."""
+    """Return texts by client."""
     found = {int(client): text for client, text in said[name].items()}
     if any(type(text) is not str for text in found.values()):
         raise TypeError
@@ -211,7 +211,7 @@ def _is_vector(value: Any) -> bool:
 
 
 def _empty(layout: str, length: int) -> State:
-    """An empty message of a layout, which has to fill a vector of this length."""
+    """Return an empty message of a layout, which must match the length of the vector."""
     try:
         entries = [(str(name), tuple(map(int, shape)), dtype_named(dtype)) for name, shape, dtype in json.loads(layout)]
     except (ValueError, TypeError) as error:
@@ -219,5 +219,5 @@ def _empty(layout: str, length: int) -> State:
     if sum(math.prod(shape) for _, shape, _ in entries) + TAIL != length or any(
         size < 0 for _, shape, _ in entries for size in shape
     ):
-        raise FederationError("The clients' messages do not have the layout that they say.")
+        raise FederationError("The clients' messages do not have their stated layout.")
     return {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in entries}

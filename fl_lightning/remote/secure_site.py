@@ -1,13 +1,13 @@
-"""One client's part of secure aggregation: its secrets live here, in memory, for one session.
+"""Client side of secure aggregation; secrets are kept in memory only, for one session.
 
 A session has four stages (Bonawitz et al., 2017; Flower's SecAgg+ with all others as neighbours). ``setup``: the site
-makes two pairs of keys. ``share``: it gets the public keys of all and writes shares of its secrets for each of them,
-encrypted. ``masked``: it gets the shares that others wrote for it and sends its values under masks, one of its own and
-one in common with each of them. ``unmask``: it tells, once, its shares of the own masks of those that sent their values
-and of the keys of those that dropped out, and of nobody both.
+generates two key pairs. ``share``: it receives all public keys and sends an encrypted share of its secrets for each
+other site. ``masked``: it receives the shares for it and sends its values under masks, one of its own and one in common
+with each other site. ``unmask``: it sends, once, its shares of the own masks of sites that sent values and of the keys
+of sites that dropped out, and never both for one site.
 
-The site trusts the server with relaying keys and shares (it is honest but curious). Whatever it is asked out of
-order, twice, of too few clients or of both kinds ends the session.
+The site trusts the server to relay keys and shares (honest but curious). Requests that are out of order, repeated, for
+too few clients, or for both kinds of shares end the session.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fl_lightning.privacy.secure import Words, check_cohort
 from fl_lightning.remote import keys
 from fl_lightning.secret import new_key
 
-#: The stages of a session, in their order.
+#: The stages of a session, in order.
 SETUP, SHARE, MASKED, UNMASK = STAGES = ("setup", "share", "masked", "unmask")
 #: Purposes of masks.
 OWN, COMMON = "own", "common"
@@ -34,13 +34,13 @@ class Session:
 
     Args:
         name: the server's name of the session.
-        cipher: keys with which shares are encrypted.
-        mask: keys of the masks that it has in common with others.
-        stage: the last stage that it has answered.
-        public: the mask keys of all that take part, by client.
-        common: what it has in common with the others to encrypt with.
-        seed: of its own mask, until that was used.
-        shares: what it keeps of everybody: a share of the seed, and one of the mask key.
+        cipher: key pair for the encryption of shares.
+        mask: key pair of the masks in common with others.
+        stage: the last stage answered.
+        public: public mask keys of all participants, by client.
+        common: shared secrets for encryption, by client.
+        seed: seed of the site's own mask, until used.
+        shares: received shares by client: of the seed, and of the mask key.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Session:
 
 
 class SecureMember:
-    """A site in secure aggregation.
+    """A site that takes part in secure aggregation.
 
     Args:
         client: its number.
-        rules: what its operator approved.
+        rules: the options approved by its operator.
     """
 
     def __init__(self, client: int, rules: SecureAggregationCallback) -> None:
@@ -71,10 +71,10 @@ class SecureMember:
         }
 
     def answer(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a stage of a session; at ``masked``, :meth:`masked` gives the values.
+        """Answer a stage of a session; at ``masked``, the values come from :meth:`masked`.
 
         Args:
-            said: name of the session, stage, and what belongs to it.
+            said: name of the session, stage, and the stage's contents.
         """
         name, stage = said.get("session"), said.get("stage")
         if stage == SETUP and type(name) is str:
@@ -82,7 +82,7 @@ class SecureMember:
             return {"keys": [self._session.cipher.public, self._session.mask.public]}
         session = self._session
         if session is None or session.name != name:
-            raise FederationError("This site takes part in no such session of secure aggregation, or no longer.")
+            raise FederationError("This site has no such session of secure aggregation, or has ended it.")
         try:
             following = _after(session.stage)
             if stage != following:
@@ -96,22 +96,22 @@ class SecureMember:
             raise
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             self.close()
-            raise FederationError(f"The server's stage {stage!r} of secure aggregation is not of the form.") from error
+            raise FederationError(f"The server's stage {stage!r} of secure aggregation is malformed.") from error
 
     def close(self) -> None:
-        """Forget all secrets of the session."""
+        """Erase all secrets of the session."""
         self._session = None
 
     @property
     def clients(self) -> int:
-        """How many clients take part in the sum."""
+        """Number of clients that take part in the sum."""
         return 0 if self._session is None else len(self._session.shares)
 
     def masked(self, values: Words) -> Words:
-        """The values under masks: uniformly random for everybody who does not know the seed of the site's own."""
+        """Mask the values: uniformly random to anyone without the seed of the site's own mask."""
         session = self._session
         if session is None or session.stage != MASKED or not session.seed:
-            raise FederationError("This site has nobody to add its values up with.")
+            raise FederationError("No other site is left to add values up with.")
         sent = values + keys.mask(session.seed, OWN, len(values))
         for other in session.shares.keys() - {self.client}:
             common = keys.mask(keys.agreed(session.mask.private, session.public[other]), COMMON, len(values))
@@ -120,7 +120,7 @@ class SecureMember:
         return sent
 
     def _share(self, session: Session, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Shares of the site's secrets for all others, encrypted."""
+        """Return encrypted shares of the site's secrets for all others."""
         public = {int(client): (str(cipher), str(mask)) for client, (cipher, mask) in said["keys"].items()}
         check_cohort(len(public), self.rules.least)
         if public.get(self.client) != (session.cipher.public, session.mask.public):
@@ -144,7 +144,7 @@ class SecureMember:
         return {"shares": written}
 
     def _keep(self, session: Session, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the shares that others wrote for this site; with these it will have masks in common."""
+        """Store the shares for this site; their senders are the sites with common masks."""
         written = {int(client): str(text) for client, text in said["shares"].items()}
         if not written.keys() <= session.common.keys():
             raise FederationError("The server passed on shares of clients that take no part.")
@@ -154,7 +154,7 @@ class SecureMember:
         return {}
 
     def _unmask(self, session: Session, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Shares of the seeds of those that sent their values and of the keys of those that dropped out; only once."""
+        """Return shares of the seeds of clients that sent values and of the keys of those that dropped out, once."""
         sent, dropped = ([int(client) for client in said[name]] for name in ("sent", "dropped"))
         both = sorted(set(sent) & set(dropped))
         if both:
@@ -171,17 +171,17 @@ class SecureMember:
         }
 
     def _check_enough(self, session: Session, there: int) -> None:
-        """Refuse to go on with too few."""
+        """Raise an error if too few clients are left."""
         check_cohort(there, self.rules.least)
         check_enough(there, len(session.public), self.rules)
 
 
 def check_enough(there: int, clients: int, rules: SecureAggregationCallback) -> None:
-    """Refuse to end a session with fewer clients than can restore the masks of the others.
+    """Raise an error if fewer clients are left than can restore the masks of the others.
 
     Args:
-        there: how many have got so far.
-        clients: how many have begun.
+        there: number of clients left.
+        clients: number of clients at the start.
         rules: the options.
     """
     needed = rules.needed(clients)
@@ -192,5 +192,5 @@ def check_enough(there: int, clients: int, rules: SecureAggregationCallback) -> 
 
 
 def _after(stage: str) -> str:
-    """The stage that comes next."""
+    """Return the next stage."""
     return STAGES[min(STAGES.index(stage) + 1, len(STAGES) - 1)]

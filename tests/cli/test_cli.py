@@ -291,7 +291,7 @@ def test_damaged_and_foreign_checkpoints(capsys: pytest.CaptureFixture[str]) -> 
     for command in ("fit", "test"):
         options = (command, "--config", QUICKSTART, *QUIET, "--ckpt_path")
         assert "cannot be read" in refused(capsys, *options, "bad.ckpt")
-        told = "holds a model alone" if command == "fit" else "not written by fl_lightning"
+        told = "contains only a model" if command == "fit" else "not written by fl_lightning"
         assert told in refused(capsys, *options, "foreign.ckpt")
 
 

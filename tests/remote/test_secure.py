@@ -244,7 +244,7 @@ class Hostile:
             self.members[client].answer(self.said(stage, **more))
         with pytest.raises(FederationError, match="no such session"):  # and it has forgotten its secrets
             self.members[client].answer(self.said(UNMASK, sent=[0, 1, 2], dropped=[3]))
-        with pytest.raises(FederationError, match="nobody to add its values up with"):
+        with pytest.raises(FederationError, match="No other site is left"):
             self.members[client].masked(words(client, 4))
 
 
@@ -262,7 +262,7 @@ def test_values_leave_once_under_a_mask_and_before_any_share() -> None:
     server.refused(UNMASK, "other clients than those that take part", sent=[0, 1, 2, 3], dropped=[])
     server = Hostile()
     server.masked()
-    with pytest.raises(FederationError, match="nobody to add its values up with"):
+    with pytest.raises(FederationError, match="No other site is left"):
         server.members[0].masked(words(1, 4))
 
 
@@ -284,8 +284,8 @@ def test_shares_are_told_once() -> None:
         ([0, 1, 2], [], "other clients than those that take part"),
         ([0, 1, 2, 3, 4], [], "other clients than those that take part"),
         ([0, 0, 1, 2, 3], [], "other clients than those that take part"),
-        ("junk", [], "not of the form"),
-        (None, [], "not of the form"),
+        ("junk", [], "malformed"),
+        (None, [], "malformed"),
     ],
 )
 def test_strange_requests_to_unmask_are_refused(sent: Any, dropped: Any, match: str) -> None:
@@ -309,9 +309,9 @@ def test_keys_of_one_server_for_several_clients_are_refused() -> None:
     server.refused(SHARE, "one key twice", keys={**server.public, 3: server.public[2]})
     server.refused(SHARE, "other keys of this site", client=1, keys={**server.public, 1: server.public[2]})
     server.refused(SHARE, "other keys of this site", client=2, keys={c: k for c, k in server.public.items() if c != 2})
-    server.refused(SHARE, "is none", client=3, keys={**server.public, 1: ["a", "b"]})
+    server.refused(SHARE, "is invalid", client=3, keys={**server.public, 1: ["a", "b"]})
     server = Hostile()
-    server.refused(SHARE, "not of the form", keys={**server.public, 1: "abc"})
+    server.refused(SHARE, "malformed", keys={**server.public, 1: "abc"})
 
 
 def test_shares_that_were_changed_or_are_of_others_are_refused() -> None:
@@ -366,11 +366,11 @@ def meddled(stage: str, change: Callable[[Any], Any], needed: int = 2) -> tuple[
 @pytest.mark.parametrize(
     ("stage", "change", "said"),
     [
-        (SETUP, lambda answer: {"keys": ["a"]}, "not of the form"),
-        (SETUP, lambda answer: "junk", "not of the form"),
-        (SHARE, lambda answer: {"shares": {"x": "y"}}, "not of the form"),
+        (SETUP, lambda answer: {"keys": ["a"]}, "malformed"),
+        (SETUP, lambda answer: "junk", "malformed"),
+        (SHARE, lambda answer: {"shares": {"x": "y"}}, "malformed"),
         (SHARE, lambda answer: {"shares": {"77": "y"}}, "other clients than those"),
-        (MASKED, lambda answer: {**answer, "version": "../x"}, "not of the form"),
+        (MASKED, lambda answer: {**answer, "version": "../x"}, "malformed"),
         (MASKED, lambda answer: {**answer, "layout": [["w", [4], "float64"]]}, "another layout than most"),
         (UNMASK, lambda answer: {**answer, "numbers": {"3": "00"}}, "other clients than those"),
     ],
