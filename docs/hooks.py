@@ -96,8 +96,8 @@ def shortened(text: str) -> str:
 def commands_page() -> str:
     """The list of all commands."""
     rows = [[f"[{name}](cli/{name}.md)", about.help] for name, about in COMMANDS.items()]
-    head = "# Command line\n\n`fl-lightning COMMAND [options]`. Wrong input gives a one-sentence error and exit code 2.\n\n"
-    return f"{head}{markdown(['command', ''], rows, left=2)}\n```text\n{usage()}\n```\n"
+    head = "# Command line\n\n`fl-lightning COMMAND [options]`. Wrong input exits with one sentence and code 2.\n\n"
+    return f"{head}{markdown(['command', 'purpose'], rows, left=2)}\n```text\n{usage()}\n```\n"
 
 
 def method_pages() -> list[Path]:
