@@ -44,7 +44,7 @@ def test_weights_of_the_agents_by_round_are_kept_and_drawn(tmp_path: Path, monke
     monkeypatch.setattr(figures, "agents", lambda *args: (drawn.append(args), kept(*args)))
     tmp_path.joinpath("docs").mkdir()
     paths = draw(records, "waffle_avg/table1", tmp_path / "docs")
-    assert [list(runs) for runs, *_ in drawn] == [["waffle_avg"]]
+    assert [list(runs) for runs, *_ in drawn] == [["WAFFLE, as published"]]
     stem = "waffle_avg-table1-mnist-distribution_C"
     assert [path.name for path in paths] == [f"{stem}{k}.png" for k in ("", "-weights", "-groups", "-clients")]
     assert all(path.stat().st_size > 5000 for path in paths)
