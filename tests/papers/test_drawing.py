@@ -64,9 +64,9 @@ def test_a_study_is_drawn_over_the_key_that_it_varies(tmp_path: Path, monkeypatc
     paths = draw(records, "fedbps/table2", tmp_path)
     ((lines, path, _, key, _),) = drawn
     assert key == "p"
-    assert lines.keys() == {"mnist", "fmnist", "cifar10"}
-    assert set(lines["mnist"]) == {0.3, 0.5, 0.7, 0.9, "auto"}
-    assert all(len(results) == 2 for results in lines["mnist"].values())
+    assert lines.keys() == {"MNIST", "Fashion-MNIST", "CIFAR-10"}
+    assert set(lines["MNIST"]) == {0.3, 0.5, 0.7, 0.9, "auto"}
+    assert all(len(results) == 2 for results in lines["MNIST"].values())
     assert path.stat().st_size > 5000
     assert [one.name for one in paths] == ["fedbps-table2-by-p.png"]
 
