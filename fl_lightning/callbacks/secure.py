@@ -32,9 +32,8 @@ class SecureAggregationCallback(FederatedCallback):
     simulation's, bit for bit.
 
     Args:
-        threshold: share of a round's sites of which more have to stay to its end, 0.5 or more and below 1. Sites that
-            drop out cost nothing until then; a server that tells sites different stories needs so many of them to learn
-            anything.
+        threshold: share of a round's sites of which more have to stay to its end, 0.5 or more and below 1. As these are
+            more than half, no client can have both kinds of its shares told by different sites.
         least: how many clients a sum must have at least.
     """
 

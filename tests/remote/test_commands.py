@@ -71,6 +71,10 @@ def test_a_federation_on_one_machine_equals_its_simulation(config: Path, tmp_pat
         (["join", "--client", "0", "--superlink", "here:1"], "give --authority"),
         (["join", "--client", "0", "--superlink", "here:1", "--insecure", "--key", "k"], "uses neither"),
         (["join", "--client", "0", "--superlink", "here:1", "--insecure"], "say --yes"),
+        (
+            ["join", "--client", "0", "--superlink", "here:1", "--insecure", "--secure_aggregation", "require"],
+            "takes part in secure aggregation alone, and the run has none",
+        ),
         (["join", "--client", "5", "--superlink", "here:1", "--insecure", "--yes"], "none is client 5"),
         (["join", "--client", "0", "--superlink", "here", "--insecure", "--yes"], "must be host:port"),
         (["serve", "--clients", "2", "--min_clients", "3", "--insecure"], "between 1 and the 2"),
