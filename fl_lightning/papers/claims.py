@@ -60,7 +60,7 @@ class Claim:
 def judge(records: Records, plan: Mapping[str, Any]) -> Claim:
     """Compare what a claim in ``pages.yaml`` names."""
     cells = [cell for cell in tables.table(plan["of"]) if tables.fits(cell, plan["where"])]
-    where = {key: value for key, value in plan["where"].items() if key not in tables.SCALES}
+    where = {key: value for key, value in plan["where"].items() if key not in (*tables.SCALES, "view")}
     printed = [cell for cell in tables.table(plan["of"]) if tables.fits(cell, where)]
     sign = -1.0 if plan.get("lower") else 1.0
     than = plan["than"] if isinstance(plan["than"], list) else [plan["than"]]
