@@ -122,7 +122,7 @@ def test_links_within_the_site_work(site: Path) -> None:
 
 @pytest.mark.slow
 def test_methods_show_what_was_measured(site: Path) -> None:
-    assert "Measured" in (site / "methods" / "waffle.html").read_text()
+    assert "Tables of results" in (site / "methods" / "waffle.html").read_text()
 
 
 @pytest.mark.slow
@@ -161,6 +161,17 @@ def test_every_option_of_a_method_is_on_its_page() -> None:
         homes = {f"methods/{kind.__module__.rpartition('.')[2]}.py" for kind in (kinds[0], methods.FedAvg)}
         said = "".join(text for text in pages if any(home in text for home in homes))
         assert [option for option in sorted(own) if not re.search(rf"`{option}\b", said)] == [], name
+
+
+def test_tables_of_options_are_those_of_the_constructors() -> None:
+    scope: dict[str, Any] = {"__file__": str(ROOT / "docs" / "options.py"), "__name__": "options"}
+    exec(compile((ROOT / "docs" / "options.py").read_text(), "docs/options.py", "exec"), scope)
+    tables = [found for page in scope["PAGES"].glob("*.md") for found in scope["BLOCK"].findall(page.read_text())]
+    for page in scope["PAGES"].glob("*.md"):
+        assert scope["written"](page.read_text()) == page.read_text(), "make options writes it again"
+    assert len({name for _, name, _ in tables}) == len(methods.__all__) - 1, "all but SCAFFOLD, which adds none"
+    row = "| `mu` | 0 or more | 0.01 | "
+    assert row in (ROOT / "docs" / "methods" / "fedprox.md").read_text()
 
 
 def test_every_partition_has_a_part_with_a_picture() -> None:

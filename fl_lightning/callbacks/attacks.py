@@ -25,6 +25,7 @@ from fl_lightning.privacy.figures import show_figure
 from fl_lightning.privacy.report import BASELINE, Report
 from fl_lightning.privacy.views import VIEWS, make_views
 from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, intercept
+from fl_lightning.ranges import Count
 from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message, State
 
@@ -47,7 +48,7 @@ class AttackCallback(Several, FederatedCallback):
 
     Args:
         views: the adversaries; see :mod:`fl_lightning.privacy.views`.
-        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
         every: attack after every so many rounds too, not only at the end.
         memory: how many messages of a client the server's view uses.
         group: what of the federation's ``meta`` divides the clients in the report.
@@ -71,15 +72,12 @@ class AttackCallback(Several, FederatedCallback):
     def __init__(
         self,
         views: Sequence[str] = ALL_VIEWS,
-        clients: int | None = 10,
-        every: int | None = None,
-        memory: int = 3,
+        clients: Count | None = 10,
+        every: Count | None = None,
+        memory: Count = 3,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
-        for name, value in (("clients", clients), ("every", every), ("memory", memory)):
-            if value is not None and value < 1:
-                raise FederationError(f"{name} must be 1 or more, not {value}.")
         self.views = make_views(views)
         for view in views:
             if view not in self.allowed:
@@ -188,13 +186,13 @@ class AttackCallback(Several, FederatedCallback):
         self._carry_out(trainer, pl_module, run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Recorded messages, so that a resumed run is attacked like an uninterrupted one."""
+        """Recorded messages, needed to attack a resumed run like an uninterrupted one."""
         kept = {"sent": self.wire.sent, "received": self.wire.received, "left": self.wire.left}
         found = {name: {client: list(heard) for client, heard in every.items()} for name, every in kept.items()}
         return {**found, "means": list(self.wire.means)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         sent, received = state_dict["sent"], state_dict["received"]
         self._heard = {client: list(zip(received[client], messages, strict=True)) for client, messages in sent.items()}
         self._means, self._left = state_dict.get("means", []), state_dict.get("left", {})

@@ -1,33 +1,32 @@
-"""FedBPS: the weights of which clients are least certain, or agree least, stay with them."""
+"""FedBPS: personalise the weights that clients are least certain of or disagree on most."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
 from fl_lightning.methods.lib.held_out import best_on_held_out
 from fl_lightning.methods.lib.laplace import (
-    CurvatureKind,
     DiagonalCurvature,
     check_curvature,
     client_curvature,
     posterior_variance,
-    precision,
 )
+from fl_lightning.methods.settings import Laplace, Trials
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import Positive, Share
 from fl_lightning.wire import Message, State, message_weights, pack_bits, prefixed, under, unpack_bits, without
 
-#: Prefixes of a client's variances and of its own model, and the name of the packed mask.
+#: Prefixes of a client's variances and its own model, and the name of the packed mask.
 VARIANCE, OWN, MASK = "variance.", "own.", "mask"
-#: How often each kind of curvature draws, unless something else is asked for.
+#: Default number of draws for each kind of curvature.
 DRAWS: dict[str, int] = {"fisher": 1, "ggn": 1, "hessian": 100}
 
 
@@ -40,29 +39,20 @@ class FedBPS(FederatedModule):
 
         w_g = sum_i p_i w_i,    v_g = sum_i p_i v_i + sum_i p_i (w_i - w_g)^2,
 
-    and marks the round(p P) parameters with the largest v_g, ties by their order, in a mask M. A client goes on from
-    w_i M + w_g (1 - M), with which it is also evaluated; one that never trained has w_g. M is made anew in every round,
-    so that a parameter may come back. Buffers are averaged.
+    and marks the round(p P) parameters with the largest v_g, ties by their order, in a mask M. A client continues from
+    w_i M + w_g (1 - M), with which it is also evaluated; a client that never trained uses w_g. M is recomputed in every
+    round, so that a parameter may become shared again. Buffers are averaged.
 
-    With ``p: auto`` the run begins with short trials on clients' training data, a part of which is held out to score
-    them, and goes on, from the beginning, with the p that did best; no test sample is looked at.
+    With ``p: auto`` the run begins with short trials on the clients' training data, a fraction of which is held out to
+    score them, and then starts over with the best p. No test samples are used.
 
     Args:
         net: the network.
-        p: share of the parameters that is personal, 0 (FedAvg) to 1 (Local), or ``auto``.
-        ranking: rank all parameters together (``global``), or those of every tensor (``per_tensor``).
-        reading: the variance is the inverse of the curvature (``inverse``), as the paper's Eq. 2 has it, or the
-            curvature itself, as its Algorithm 1 is printed (``literal``).
-        curvature: ``fisher``, ``ggn`` or ``hessian``; see :class:`~fl_lightning.methods.lib.laplace.DiagonalCurvature`.
+        p: share of personal parameters, 0 (FedAvg) to 1 (Local), or ``auto``.
+        ranking: rank all parameters together (``global``) or within each tensor (``per_tensor``).
         prior_precision: delta, the inverse of the largest variance.
-        laplace_samples: how many of its samples a client uses at most.
-        laplace_draws: how often ``ggn`` draws labels and ``hessian`` signs; None draws labels once and signs 100
-            times, as one draw of signs, which all samples share, says next to nothing.
-        chunk_size: samples that are differentiated at once; it bounds the memory.
-        auto_values: what ``p: auto`` chooses from.
-        auto_rounds: rounds of each trial.
-        auto_share: part of every client's training samples that is held out in the trials, unless the data holds some
-            out anyway.
+        laplace: options of the clients' variance estimates; see :class:`~fl_lightning.methods.settings.Laplace`.
+        trials: options of ``p: auto``; see :class:`~fl_lightning.methods.settings.Trials`.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -74,60 +64,37 @@ class FedBPS(FederatedModule):
     def __init__(
         self,
         net: FedNet,
-        p: float | Literal["auto"] = 0.7,
+        p: Share | Literal["auto"] = 0.7,
         ranking: Literal["global", "per_tensor"] = "global",
-        reading: Literal["inverse", "literal"] = "inverse",
-        curvature: CurvatureKind = "fisher",
-        prior_precision: float = 1.0,
-        laplace_samples: int = 1024,
-        laplace_draws: int | None = None,
-        chunk_size: int = 128,
-        auto_values: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9),
-        auto_rounds: int = 10,
-        auto_share: float = 0.1,
+        prior_precision: Positive = 1.0,
+        laplace: Laplace = Laplace(),  # noqa: B008 - frozen
+        trials: Trials = Trials(),  # noqa: B008
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        for share in auto_values if p == "auto" else (p,):
-            if not isinstance(share, int | float) or not 0 <= share <= 1:
-                raise FederationError(f"p must lie between 0 and 1, or be auto, not {share!r}.")
-        if not auto_values or auto_rounds < 1 or not 0 < auto_share < 1:
-            raise FederationError("p: auto needs auto_values, auto_rounds of 1 or more and auto_share between 0 and 1.")
-        if not prior_precision > 0:
-            raise FederationError(f"prior_precision must be greater than 0, not {prior_precision}.")
-        check_curvature(self.net, curvature)
-        draws = DRAWS[curvature] if laplace_draws is None else laplace_draws
-        counts = {"laplace_samples": laplace_samples, "laplace_draws": draws, "chunk_size": chunk_size}
-        for name, value in counts.items():
-            if value < 1:
-                raise FederationError(f"{name} must be 1 or more, not {value}.")
-        self.ranking = one_of("ranking", ranking, ("global", "per_tensor"))
-        self.reading = one_of("reading", reading, ("inverse", "literal"))
-        self.curvature: CurvatureKind = curvature
-        if curvature == "ggn":
+        self.laplace, self.trials = Laplace.of(laplace, "laplace"), Trials.of(trials, "trials")
+        check_curvature(self.net, self.laplace.curvature)
+        if self.laplace.curvature == "ggn":
             self.needs_classes = "draws classes for curvature='ggn'"
-        self.given_p = p
-        self.prior_precision, self.chunk_size = prior_precision, chunk_size
-        self.laplace_samples, self.laplace_draws = laplace_samples, draws
-        self.auto_values, self.auto_rounds, self.auto_share = tuple(auto_values), auto_rounds, auto_share
+        self.given_p, self.ranking, self.prior_precision = p, ranking, prior_precision
         self.sizes = {name: p.numel() for name, p in self.net.named_parameters() if p.requires_grad}
         self.register_buffer("mask", pack_bits(torch.zeros(sum(self.sizes.values()), dtype=torch.bool)))
-        self.register_buffer("chosen", torch.tensor(-1))  # which of auto_values; -1 before the trials
+        self.register_buffer("chosen", torch.tensor(-1))  # which of the trials' values; -1 before them
         self._metrics: dict[str, float] = {}
 
     # server: the proportion
 
     @property
     def p(self) -> float:
-        """The share of personal parameters, given or chosen."""
+        """Share of personal parameters, given or chosen."""
         if self.given_p != "auto":
             return self.given_p
         if int(self.chosen) < 0:
-            raise FederationError("p is chosen when the run begins: it is not known before.")
-        return self.auto_values[int(self.chosen)]
+            raise FederationError("p is chosen at the start of the run and not known before.")
+        return self.trials.values[int(self.chosen)]
 
     def on_fit_start(self) -> None:
-        """Choose p, if it is to be chosen and was not yet."""
+        """Choose p if it is ``auto`` and was not chosen yet."""
         super().on_fit_start()
         if self.given_p == "auto" and int(self.chosen) < 0:
             if not self.exchange.simulated:
@@ -135,32 +102,32 @@ class FedBPS(FederatedModule):
                     "p: auto tries values on simulated clients, which real ones are not: give p, such as one that a "
                     "simulation chose."
                 )
-            self.chosen.fill_(best_on_held_out(self, "p", self.auto_values, self.auto_rounds, self.auto_share))
+            self.chosen.fill_(best_on_held_out(self, "p", *astuple(self.trials)))
 
     # client
 
     def enter(self, received: State, me: Me) -> State:
-        """The client's own weights where the mask says so, else the server's."""
+        """Return the client's own weights where the mask is set, else the server's."""
         state = super().enter(received, replace(me, private=without(OWN, me.private)))
         return state | self._mixed(state, under(OWN, me.private), state.pop(MASK))
 
     def survey(self, states: Sequence[State], mes: Sequence[Me]) -> None:
         """Estimate every client's variances at its trained weights."""
-        diagonal = DiagonalCurvature(self.net, list(self.sizes), self.loss, self.curvature)
+        how = self.laplace
+        diagonal = DiagonalCurvature(self.net, list(self.sizes), self.loss, how.curvature)
         data, rngs = [me.data for me in mes], [me.stream("laplace") for me in mes]
-        settings = (self.laplace_samples, self.chunk_size, self.laplace_draws)
+        settings = (how.samples, how.chunk_size, DRAWS[how.curvature] if how.draws is None else how.draws)
         found = client_curvature(diagonal, data, states, rngs, self.compute_dtype, *settings)
-        sigma = posterior_variance if self.reading == "inverse" else precision
         for state, own, curvature in zip(states, data, found, strict=True):
-            state.update(prefixed(VARIANCE, sigma(curvature, len(own), self.prior_precision)))
+            state.update(prefixed(VARIANCE, posterior_variance(curvature, len(own), self.prior_precision)))
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """Model and variances go up; the model also stays."""
+        """Send model and variances; keep the model."""
         variance = {VARIANCE + name: state[VARIANCE + name] for name in self.sizes}
         return super().leave(state, received, me).plus(up=variance, keep=prefixed(OWN, state, self.sizes))
 
     def personal(self, received: State, me: Me) -> State:
-        """The client's own weights where the mask says so, else the server's."""
+        """Return the client's own weights where the mask is set, else the server's."""
         state = super().personal(received, me)
         return state | self._mixed(state, under(OWN, me.private), received[MASK])
 
@@ -171,11 +138,11 @@ class FedBPS(FederatedModule):
     # server
 
     def evaluation_down(self, client: int) -> State:
-        """The server's model and the mask, a bit for each parameter."""
+        """Return the server's model and the mask, one bit per parameter."""
         return super().evaluation_down(client) | {MASK: self.mask}
 
     def aggregate(self, messages: list[Message]) -> State:
-        """The mean model; the mask follows from the matched moments."""
+        """Average the models and compute the mask from the matched moments."""
         weights = message_weights(messages, self.weighting)
         mean = self.mean(messages, weights, self.shared_names)
         within, between = self.moments(messages, weights)
@@ -186,7 +153,7 @@ class FedBPS(FederatedModule):
         return mean
 
     def moments(self, messages: list[Message], weights: list[float]) -> tuple[Tensor, Tensor]:
-        """Both terms of v_g: the clients' mean variance and the variance of their means, float64, shape (P,)."""
+        """Return both terms of v_g: the clients' mean variance and the variance of their means, float64, shape (P,)."""
         means = [self._flat(message.tensors) for message in messages]
         mean = sum(weight * own for weight, own in zip(weights, means, strict=True))
         pairs = list(zip(weights, messages, means, strict=True))
@@ -197,14 +164,14 @@ class FedBPS(FederatedModule):
         return within, between
 
     def select(self, variance: Tensor) -> Tensor:
-        """The mask: the round(p P) largest variances, of all parameters or of every tensor; bool, shape (P,)."""
+        """Return the mask of the round(p P) largest variances, overall or per tensor; bool, shape (P,)."""
         if self.ranking == "global":
             return largest(variance, round(self.p * len(variance)))
         parts = self._by_name(variance).values()
         return torch.cat([largest(part, round(self.p * len(part))) for part in parts])
 
     def round_metrics(self) -> dict[str, float]:
-        """Share of personal parameters by layer, and how the two terms of the variance compare."""
+        """Return the share of personal parameters by layer and the ratio of the variance's terms."""
         return self._metrics
 
     def _shares(self, personal: Tensor) -> dict[str, float]:
@@ -224,7 +191,7 @@ class FedBPS(FederatedModule):
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """A mask of exactly ``count`` entries, the largest; of equal ones those that come first.
+    """Return a mask of the ``count`` largest entries; the first ones among equals.
 
     Example:
         >>> largest(torch.tensor([1.0, 3.0, 3.0, 3.0]), 2).tolist()

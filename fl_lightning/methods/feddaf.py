@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import seeding
-from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.lib.fusion import Basis, Fusion, capped, fusion_weights
+from fl_lightning.methods.lib.fusion import Fusion, capped, fusion_weights
 from fl_lightning.methods.lib.fusion_vae import Posterior, belonging, expected_allocation, sampled_allocation
 from fl_lightning.methods.lib.norm_statistics import (
     SAMPLES,
@@ -21,10 +20,12 @@ from fl_lightning.methods.lib.norm_statistics import (
     model_statistics,
     without_running,
 )
+from fl_lightning.methods.settings import Inference
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.norms import add_norms, feature_layers, norm_layers
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import Count, CountOrZero
 from fl_lightning.wire import Message, State
 
 #: Prefix of the measured statistics in an up message.
@@ -32,33 +33,28 @@ MEASURED = "statistics."
 
 
 class FedDAF(FederatedModule):
-    """FedAvg whose weights come from what the clients' normalisation layers say of their data.
+    """FedAvg with weights computed from the statistics of the clients' normalisation layers.
 
-    A client's statistics d_k = (mu, sigma, beta, gamma) describe its distribution. From time to time the server fits a
+    A client's statistics d_k = (mu, sigma, beta, gamma) describe its distribution. Periodically, the server fits a
     variational autoencoder to the d_k of all clients, which allocates each to some of M virtual components; a client's
-    weight is its share of the components it belongs to (:func:`~fl_lightning.methods.lib.fusion.fusion_weights`).
+    weight is its share of its components (:func:`~fl_lightning.methods.lib.fusion.fusion_weights`).
 
-    BatchNorm's statistics travel inside the model. GroupNorm and LayerNorm keep none, and neither do bare features
-    (``feature_stats``): clients measure them with their trained model in rounds in which the server refits, and send
-    them beside the model, under names that begin with ``statistics.``.
+    BatchNorm's statistics are part of the model. GroupNorm, LayerNorm and plain features (``feature_stats``) have none:
+    clients measure them with their trained model in rounds with a refit, and send them with the model under names that
+    begin with ``statistics.``.
 
-    Between refits a client's weight stays the same multiple of its FedAvg weight, so that those present share what the
-    absent leave. Clients that were in no refit have their FedAvg weight.
+    Between refits, a client's weight is a constant multiple of its FedAvg weight, renormalised over the cohort. Clients
+    that took part in no refit have their FedAvg weight.
 
     Args:
         net: the network.
-        components: virtual components at first, M; never more than there are clients.
         warmup: rounds of plain FedAvg before the first fit.
-        refit_every: rounds between two fits.
-        fit_steps: steps of Adam per fit.
-        weights: use the posterior's means (``expected``) or one draw per refit (``sampled``).
-        latents: components' latents are ``shared`` by the clients, or inferred for each (``per_client``).
-        basis: principal axes of later refits: ``aligned`` to the old ones, ``frozen``, or ``refitted``.
-        adaptive: delete components that hardly anybody belongs to.
-        cap: no client weighs more than this many times 1/K; None does not cap.
-        add_norm: put normalisation layers into a net that has none.
-        feature_stats: describe clients by mean and deviation of features instead of normalisation layers; None does so
-            where the net has no normalisation layers, and ``add_norm`` adds none.
+        refit_every: rounds between fits.
+        latents: latents of components are ``shared`` by the clients, or inferred for each (``per_client``).
+        add_norm: add normalisation layers to a net without any.
+        feature_stats: describe clients by mean and standard deviation of features instead of normalisation layers; None
+            does so if the net has no normalisation layers and ``add_norm`` is off.
+        inference: options of the server's inference; see :class:`~fl_lightning.methods.settings.Inference`.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -67,17 +63,12 @@ class FedDAF(FederatedModule):
     def __init__(
         self,
         net: FedNet,
-        components: int = 10,
-        warmup: int = 5,
-        refit_every: int = 5,
-        fit_steps: int = 500,
-        weights: Literal["expected", "sampled"] = "expected",
+        warmup: CountOrZero = 5,
+        refit_every: Count = 5,
         latents: Literal["shared", "per_client"] = "shared",
-        basis: Basis = "aligned",
-        adaptive: bool = True,
-        cap: float | None = 5.0,
         add_norm: bool = False,
         feature_stats: bool | None = None,
+        inference: Inference = Inference(),  # noqa: B008 - frozen
         **kwargs: Any,
     ) -> None:
         whole: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
@@ -85,42 +76,30 @@ class FedDAF(FederatedModule):
             feature_stats = not add_norm and not norm_layers(whole)
         _check_net(whole, add_norm, feature_stats)
         super().__init__(add_norms(whole) if add_norm else whole, **kwargs)  # type: ignore[arg-type]
-        for name, value, least in (
-            ("components", components, 1),
-            ("warmup", warmup, 0),
-            ("refit_every", refit_every, 1),
-            ("fit_steps", fit_steps, 1),
-        ):
-            if value < least:
-                raise FederationError(f"{name} must be {least} or more, not {value}.")
-        if cap is not None and not cap >= 1:
-            raise FederationError(f"cap must be 1 or more, as weights have a mean of 1/K, not {cap}.")
         if self.buffers_policy == "keep":
             raise FederationError("FedDAF reads running statistics from the messages: buffers must not be keep.")
-        one_of("latents", latents, ("shared", "per_client"))
-        self.weights = one_of("weights", weights, ("expected", "sampled"))
-        self.warmup, self.refit_every, self.cap, self.feature_stats = warmup, refit_every, cap, feature_stats
-        basis = one_of("basis", basis, ("aligned", "frozen", "refitted"))
-        self.fusion = Fusion(components, latents == "shared", fit_steps, basis, adaptive)
-        #: Weight of a client as a multiple of its FedAvg weight.
+        self.warmup, self.refit_every, self.feature_stats = warmup, refit_every, feature_stats
+        self.inference = how = Inference.of(inference, "inference")
+        self.fusion = Fusion(how.components, latents == "shared", how.steps, how.basis, how.adaptive)
+        #: Weight of each client as a multiple of its FedAvg weight.
         self.multiples: dict[int, float] = {}
         #: Weights of the last round's clients.
         self.client_weights: dict[int, float] = {}
 
     def refits(self, round: int) -> bool:
-        """Whether the server fits its autoencoder in a round."""
+        """Whether the server fits its autoencoder in this round."""
         return round >= self.warmup and (round - self.warmup) % self.refit_every == 0
 
     # client
 
     def measure(self, state: State, batches: Iterable[Tensor]) -> LayerStatistics:
-        """Statistics that a model does not hold itself, measured on some samples."""
+        """Measure statistics that are not part of the model."""
         layers = list(feature_layers(self.net)) if self.feature_stats else without_running(self.net)
         of: Literal["input", "output"] = "output" if self.feature_stats else "input"
         return measured_statistics(self, state, batches, layers, of) if layers else {}
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """The trained model, and in rounds of refit what has to be measured on the client's data."""
+        """Send the trained model and, in rounds with a refit, measured statistics of the client's data."""
         reply = super().leave(state, received, me)
         if not self.refits(me.round):
             return reply
@@ -131,12 +110,12 @@ class FedDAF(FederatedModule):
     # server
 
     def on_fit_start(self) -> None:
-        """Measure made-up samples, so that a net of which that is not possible is refused before it is trained."""
+        """Measure random samples, so that unsupported nets are refused before training."""
         super().on_fit_start()
         self.measure(self.server_state(), [self.example()])
 
     def describe(self, tensors: State) -> Tensor:
-        """d_k of an up message, float64, shape (D,): layer by layer mu, sigma, beta, gamma as far as there are any."""
+        """Return d_k of a message: mu, sigma, beta, gamma (if present) by layer, float64, shape (D,)."""
         layers = {} if self.feature_stats else model_statistics(self.net, tensors)
         for name, value in tensors.items():
             if name.startswith(MEASURED):
@@ -145,19 +124,19 @@ class FedDAF(FederatedModule):
         return torch.cat([own[kind] for own in layers.values() for kind in STATISTICS if kind in own]).cpu()
 
     def aggregate(self, messages: list[Message]) -> State:
-        """The mean under the fusion weights, which are inferred anew when it is time."""
+        """Average the models with the fusion weights, which are refitted first if due."""
         if self.refits(self.completed_rounds) and len(messages) > 1:
             self.multiples |= self._infer(messages)
         multiples = torch.tensor([self.multiples.get(m.client, 1.0) for m in messages], dtype=torch.float64)
         weights = self._sizes(messages) * multiples
         weights /= weights.sum()
-        if self.cap is not None and self.multiples:
-            weights = capped(weights, self.cap / len(messages))
+        if self.inference.cap is not None and self.multiples:
+            weights = capped(weights, self.inference.cap / len(messages))
         self.client_weights = {m.client: float(w) for m, w in zip(messages, weights, strict=True)}
         return self.mean(messages, weights.tolist(), self.shared_names)
 
     def _infer(self, messages: list[Message]) -> dict[int, float]:
-        """Refit; the weights of the clients that sent the messages, as multiples of their FedAvg weights."""
+        """Refit; return the clients' weights as multiples of their FedAvg weights."""
         clients, round = [m.client for m in messages], self.completed_rounds
         rngs = {client: seeding.stream(self.seed, "fusion", round, client) for client in clients}
         rngs[-1] = seeding.stream(self.seed, "fusion.server", round)
@@ -168,7 +147,7 @@ class FedDAF(FederatedModule):
         return {client: float(ratio) for client, ratio in zip(clients, ratios, strict=True)}
 
     def _allocation(self, posterior: Posterior, clients: list[int]) -> tuple[Tensor, Tensor]:
-        if self.weights == "expected":
+        if self.inference.weights == "expected":
             b, c = expected_allocation(posterior)
         else:
             round = self.completed_rounds
@@ -177,11 +156,11 @@ class FedDAF(FederatedModule):
         return b, belonging(b, c)
 
     def _sizes(self, messages: list[Message]) -> Tensor:
-        """n_k, or 1 for all if clients are weighted uniformly, shape (K,)."""
+        """Return n_k, or 1 for all clients if weighted uniformly, shape (K,)."""
         return torch.tensor([m.samples if self.weighting == "samples" else 1 for m in messages]).double()
 
     def round_metrics(self) -> dict[str, float]:
-        """Largest weight and effective number of clients, 1 / sum a_k^2; after a fit its components and error."""
+        """Return largest weight and effective number of clients, 1 / sum a_k^2; after a fit, components and error."""
         weights = list(self.client_weights.values())
         found = {"fusion/largest": max(weights), "fusion/effective": 1 / sum(w * w for w in weights)}
         if self.fusion.vae is not None:
@@ -189,11 +168,11 @@ class FedDAF(FederatedModule):
         return found
 
     def server_extras(self) -> dict[str, Any]:
-        """The autoencoder, whose size changes, and the clients' weights."""
+        """Return the autoencoder, whose size changes, and the clients' weights."""
         return {**self.fusion.state_dict(), "multiples": dict(self.multiples)}
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
-        """Bring them back."""
+        """Restore the server's state."""
         self.fusion.load_state_dict(extras)
         self.multiples = {int(client): float(value) for client, value in extras["multiples"].items()}
 
@@ -208,6 +187,6 @@ def _check_net(net: nn.Module, add_norm: bool, feature_stats: bool) -> None:
         raise FederationError(f"{name} has normalisation layers already ({found[0]}): leave add_norm out.")
     if not (add_norm or feature_stats or norm_layers(net)):
         raise FederationError(
-            f"FedDAF reads statistics of normalisation layers and {name} has none: take a net that has some, such as "
+            f"FedDAF reads statistics of normalisation layers and {name} has none: use a net with some, such as "
             "LeNetBN, or set add_norm=True or feature_stats=True."
         )

@@ -1,13 +1,13 @@
-"""FedProx (Li et al., 2020): FedAvg whose clients are held near the model they received."""
+"""FedProx (Li et al., 2020): FedAvg with a proximal term that keeps clients near the received model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.checks import at_least
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me
+from fl_lightning.ranges import NonNegative
 from fl_lightning.wire import State, prefixed
 
 
@@ -22,15 +22,14 @@ class FedProx(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    def __init__(self, net: FedNet, mu: float = 0.01, **kwargs: Any) -> None:
+    def __init__(self, net: FedNet, mu: NonNegative = 0.01, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        at_least(0, mu=mu)
         self.mu = mu
 
     # client
 
     def enter(self, received: State, me: Me) -> State:
-        """Remember the received model w besides training from it."""
+        """Start from the received model w and keep a copy of it."""
         state = super().enter(received, me)
         return state | prefixed("received.", state, self.trainable_names)
 

@@ -1,12 +1,12 @@
 """WAFFLe: weight-anonymized factorization for federated learning (Hao et al.), with an Indian Buffet Process prior.
 
-Equation numbers are those of the journal version (IEEE Access, 2022).
+Equation numbers refer to the journal version (IEEE Access, 2022).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -15,93 +15,77 @@ from torch.nn.functional import softplus
 
 from fl_lightning import distributions as dist
 from fl_lightning import seeding
-from fl_lightning.checks import one_of
 from fl_lightning.engine import Batch, Phase
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.lib.factorized import Dictionary, FactorizedModule, widened
+from fl_lightning.methods.lib.factorized import FactorizedModule, widened
+from fl_lightning.methods.settings import Evaluation, Posterior
 from fl_lightning.nets import FedNet
+from fl_lightning.ranges import Above, Count, CountUpToAMillion, NonNegative, Positive
 from fl_lightning.wire import State
 
 Schedule = Literal["alternate", "joint"]
-Evaluation = Literal["expected", "threshold", "sampled"]
 NeverSampled = Literal["adapt", "ones", "prior_mean"]
-#: c and d are kept this far above 0.
+#: Lower bound of c and d.
 FLOOR = 1e-3
-#: Initial selection probabilities are kept this far from 0 and 1.
+#: Minimum distance of initial selection probabilities from 0 and 1.
 EDGE = 0.05
-#: Draws of v in the KL terms that are reported.
+#: Number of draws of v in the reported KL terms.
 REPORTED_DRAWS = 16
 
 
 class WAFFLe(FactorizedModule):
-    """Clients share a dictionary of weight factors and privately infer which of them they use.
+    """Clients share a dictionary of weight factors and privately infer which factors they use.
 
     The weight of a factorised layer is W_i = wa diag(r * b_i) wb, Eq. (2)-(4). Under the prior, Eq. (5)-(7),
     v_k ~ Beta(alpha, 1), p_k = v_1 ... v_k and b_k ~ Bernoulli(p_k); the posterior, Eq. (8)-(10), is
     q(v_k) = Kumaraswamy(c_k, d_k) and q(b_k) = Bernoulli(pi_k). Clients minimise the negative of the bound (11): per
-    minibatch the loss under a relaxed sample of b, and 1 / n_k of KL(q(b) || p(b | v)) + KL(q(v) || p(v)) with v
-    sampled. Their pi, c and d never leave them.
+    minibatch, the loss under a relaxed sample of b plus 1 / n_k of KL(q(b) || p(b | v)) + KL(q(v) || p(v)) with sampled
+    v. Their pi, c and d never leave them.
 
-    ``alternate``, the default schedule, gives the first epochs of a round to the selection, on the dictionary as it was
-    received, and the others to the dictionary under that selection. The paper's Algorithm 2 is ``joint``, with
-    ``vi_lr_mult=1`` and ``never_sampled="ones"``; there the factors fit a client's data before its selection can, so
-    clients hardly differ and end where FedAvg does.
+    ``alternate``, the default schedule, trains the selection in the first epochs of a round, with the received
+    dictionary, and the dictionary in the others, with that selection. The paper's Algorithm 2 is ``joint``, with
+    ``vi_lr_mult=1`` and ``never_sampled="ones"``; its factors fit a client's data before the selection can, so clients
+    hardly differ and results are close to FedAvg.
 
     Args:
         net: the network, dense or with factorised layers.
-        factors: number of factors of each layer to factorise, by name; None takes all dense and convolution layers but
-            the last dense one, and three fifths of the smaller side of their weights
+        factors: number of factors of each layer to factorise, by name; None factorises all dense and convolution layers
+            but the last dense one, with 3/5 of the smaller dimension of their weights
             (:func:`~fl_lightning.nets.factorized.default_factors`).
         alpha_ratio: concentration of the prior as a share of the number of factors, alpha / F.
-        alpha: concentration by layer, in place of ``alpha_ratio``; more than 0.001, c's floor.
-        temperature: of the relaxed Bernoulli samples.
+        alpha: concentration by layer, instead of ``alpha_ratio``; above 0.001, the lower bound of c.
         schedule: ``alternate`` or ``joint``.
-        selection_epochs: how many of a round's epochs ``alternate`` gives to the selection.
+        selection_epochs: number of a round's epochs that train the selection with ``alternate``.
         vi_lr_mult: learning rate of the selection logits as a multiple of ``lr``.
-        kl_weight: weight of the KL terms; 1 is the bound.
-        evaluation: clients are evaluated with b = pi (``expected``), b = 1[pi >= 1/2] (``threshold``), or one fixed
-            draw of b (``sampled``).
-        never_sampled: a client that never trained first fits pi, c and d to its own training data (``adapt``), or is
-            evaluated with b = 1 (``ones``, the paper's way) or b = E[p] (``prior_mean``).
-        adapt_epochs: passes over its data in which such a client fits pi, c and d.
-        dictionary: evaluate clients with the server's ``current`` dictionary or with the last one each received.
-        logit_bound: logits of pi are kept within plus and minus this.
-        epochs: passes over a client's data per round; ``alternate`` needs 2 or more.
-        kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``weighting`` is ``uniform`` unless given.
+        never_sampled: evaluate a client that never trained after fitting pi, c and d to its training data (``adapt``),
+            or with b = 1 (``ones``, as in the paper) or b = E[p] (``prior_mean``).
+        posterior: options of the clients' posterior; see :class:`~fl_lightning.methods.settings.Posterior`.
+        evaluation: options of evaluation; see :class:`~fl_lightning.methods.settings.Evaluation`.
+        epochs: number of passes over a client's data per round; ``alternate`` needs 2 or more.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`; default of ``weighting``: ``uniform``.
     """
 
     kinds = ("logits", "c", "d")
+    evaluated: Evaluation
 
     def __init__(
         self,
         net: FedNet,
-        factors: dict[str, int] | None = None,
-        alpha_ratio: float = 0.8,
-        alpha: dict[str, float] | None = None,
-        temperature: float = 2 / 3,
+        factors: dict[str, Count] | None = None,
+        alpha_ratio: Positive = 0.8,
+        alpha: dict[str, Annotated[float, Above(FLOOR)]] | None = None,
         schedule: Schedule = "alternate",
-        selection_epochs: int = 1,
-        vi_lr_mult: float = 1000.0,
-        kl_weight: float = 1.0,
-        evaluation: Evaluation = "expected",
+        selection_epochs: Count = 1,
+        vi_lr_mult: NonNegative = 1000.0,
         never_sampled: NeverSampled = "adapt",
-        adapt_epochs: int = 1,
-        dictionary: Dictionary = "current",
-        logit_bound: float = 8.0,
-        epochs: int = 5,
+        posterior: Posterior = Posterior(),  # noqa: B008 - frozen
+        evaluation: Evaluation = Evaluation(),  # noqa: B008
+        epochs: CountUpToAMillion = 5,
         **kwargs: Any,
     ) -> None:
-        options = {"never_sampled": never_sampled, "adapt_epochs": adapt_epochs, "dictionary": dictionary}
-        super().__init__(net, epochs=epochs, **options, **kwargs)  # type: ignore[arg-type]
-        for name, value in (("alpha_ratio", alpha_ratio), ("temperature", temperature), ("logit_bound", logit_bound)):
-            if not value > 0:
-                raise FederationError(f"{name} must be greater than 0, not {value}.")
-        for name, value in (("vi_lr_mult", vi_lr_mult), ("kl_weight", kl_weight)):
-            if not value >= 0:
-                raise FederationError(f"{name} must be 0 or more, not {value}.")
-        one_of("never_sampled", never_sampled, ("adapt", "ones", "prior_mean"))
-        self.schedule = one_of("schedule", schedule, ("alternate", "joint"))
-        self.evaluation = one_of("evaluation", evaluation, ("expected", "threshold", "sampled"))
+        super().__init__(net, epochs=epochs, never_sampled=never_sampled, **kwargs)
+        self.evaluated = Evaluation.of(evaluation, "evaluation")
+        self.schedule, self.posterior = schedule, Posterior.of(posterior, "posterior")
         if schedule == "alternate" and self.local.epochs < 2:
             raise FederationError(
                 "schedule='alternate' needs epochs for the selection and for the factors: set epochs to 2 or more, "
@@ -113,8 +97,7 @@ class WAFFLe(FactorizedModule):
                 f"between 1 and {self.local.epochs - 1}, one less than epochs={self.local.epochs}, not at "
                 f"{selection_epochs}."
             )
-        self.temperature, self.selection_epochs, self.vi_lr_mult = temperature, selection_epochs, vi_lr_mult
-        self.kl_weight, self.logit_bound = kl_weight, logit_bound
+        self.selection_epochs, self.vi_lr_mult = selection_epochs, vi_lr_mult
         asked = self.asked_factors(factors)
         numbers = {layer: module.factors for layer, module in self.layers.items()} | asked
         self.alpha = {layer: alpha_ratio * number for layer, number in numbers.items()} | (alpha or {})
@@ -128,10 +111,10 @@ class WAFFLe(FactorizedModule):
     # client: the posterior
 
     def initial(self, layer: str, number: int) -> State:
-        """Logits of the prior's mean, and c, d (before softplus) for which q(v) is the prior."""
+        """Return logits of the prior's mean, and c, d (before softplus) at which q(v) is the prior."""
         reference, alpha = self.layers[layer].r, self.alpha[layer]
         mean = dist.prior_mean(number, alpha).clamp(EDGE, 1 - EDGE).logit()
-        logits = mean.clamp(-self.logit_bound, self.logit_bound).to(reference.detach())
+        logits = mean.clamp(-self.posterior.logit_bound, self.posterior.logit_bound).to(reference.detach())
         return {
             "logits": logits,
             "c": torch.full_like(logits, dist.softplus_inverse(alpha - FLOOR)),
@@ -139,7 +122,7 @@ class WAFFLe(FactorizedModule):
         }
 
     def noise(self, rng: np.random.Generator, steps: int, counts: Mapping[str, int]) -> State:
-        """Noise of b and of v for every step and layer."""
+        """Draw the noise of b and v for every step and layer."""
         noise: State = {}
         for layer, number in counts.items():
             noise[f"{layer}.logistic"] = dist.logistic(rng, (steps, number)).to(self.compute_dtype)
@@ -147,16 +130,16 @@ class WAFFLe(FactorizedModule):
         return noise
 
     def training_masks(self, state: State, noise: State) -> State:
-        """One relaxed sample of b per layer for the whole minibatch."""
+        """Draw one relaxed sample of b per layer for the whole minibatch."""
         return {
             f"{layer}.mask": dist.relaxed_bernoulli(
-                state[f"{layer}.logits"], noise[f"{layer}.logistic"], self.temperature
+                state[f"{layer}.logits"], noise[f"{layer}.logistic"], self.posterior.temperature
             )
             for layer in self.factors
         }
 
     def divergence(self, own: State, log_u: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-        """KL of q(b) given a sampled v, and KL of q(v), both summed over factors.
+        """Return the KL of q(b) given a sampled v and the KL of q(v), both summed over factors.
 
         Args:
             own: a layer's own entries by kind, each of shape (F,).
@@ -171,24 +154,24 @@ class WAFFLe(FactorizedModule):
         return dist.kl_bernoulli(own["logits"], log_p).sum(-1), dist.kl_kumaraswamy_beta(c, d, alpha).sum()
 
     def penalty(self, state: State, batch: Batch) -> Tensor:
-        """The KL terms of (11), weighted so that one epoch of minibatch means adds up to the bound."""
+        """Return the KL terms of (11), weighted so that one epoch of minibatch means sums to the bound."""
         terms = [
             sum(self.divergence(self.own(state, layer), batch.noise[f"{layer}.log_u"], self.alpha[layer]))
             for layer in self.factors
         ]
-        return self.kl_weight / batch.scalars["samples"] * torch.stack(terms).sum()  # type: ignore[arg-type]
+        return self.posterior.kl_weight / batch.scalars["samples"] * torch.stack(terms).sum()  # type: ignore[arg-type]
 
     def own_step(self, name: str, value: Tensor, gradient: Tensor, lr: float | Tensor) -> Tensor:
-        """Logits take larger steps than c and d, within their bound."""
+        """Take a step; logits have a larger learning rate than c and d and are clipped."""
         if not name.endswith(".logits"):
             return value - lr * gradient
         moved = value - lr * self.vi_lr_mult * gradient
-        return moved.clamp(-self.logit_bound, self.logit_bound)
+        return moved.clamp(-self.posterior.logit_bound, self.posterior.logit_bound)
 
     # client: the round
 
     def phases(self) -> Sequence[Phase]:
-        """Selection first and then the dictionary, or both together."""
+        """Return the phases: selection, then dictionary, or both together."""
         epochs, own, weights = self.local.epochs, self.own_names, self.trainable_names
         if self.schedule == "joint":
             return [Phase(epochs, (*weights, *own), "joint")]
@@ -200,44 +183,44 @@ class WAFFLe(FactorizedModule):
     # client: personal models
 
     def selection(self, own: State, rng: np.random.Generator) -> Tensor:
-        """Either b = pi, b = 1[pi >= 1/2], or one draw of b that is always the same."""
+        """Return b = pi, b = 1[pi >= 1/2], or one fixed draw of b."""
         pi = torch.sigmoid(own["logits"])
-        if self.evaluation == "expected":
+        if self.evaluated.selection == "expected":
             return pi
-        bar = seeding.uniform(rng, pi.shape, pi.dtype).to(pi.device) if self.evaluation == "sampled" else 0.5
+        bar = seeding.uniform(rng, pi.shape, pi.dtype).to(pi.device) if self.evaluated.selection == "sampled" else 0.5
         return (pi >= bar).to(pi.dtype)
 
     def unfitted_masks(self, counts: Mapping[str, int]) -> State:
-        """All of b at 1, or at the prior's mean."""
+        """Return masks with b = 1 or the prior's mean."""
         return self.prior_masks(counts) if self.never_sampled == "prior_mean" else super().unfitted_masks(counts)
 
     def prior_masks(self, counts: Mapping[str, int]) -> State:
-        """All of b at the prior's mean."""
+        """Return masks with b at the prior's mean."""
         return {f"{m}.mask": dist.prior_mean(n, self.alpha[m]).to(self.layers[m].r) for m, n in counts.items()}
 
     # adversary
 
     def assumptions(self) -> dict[str, State]:
-        """All of b at 1, or at the prior's mean."""
+        """Assume b = 1 or b at the prior's mean."""
         return super().assumptions() | {"prior_mean": self.prior_masks(self.factors)}
 
     # growth
 
     def grow(self, extra: int | Mapping[str, int]) -> None:
-        """Append factors, see :meth:`FactorizedModule.grow`; alpha stays, so the prior of the first ones does too."""
+        """Append factors, see :meth:`FactorizedModule.grow`; alpha and the prior of existing factors do not change."""
         super().grow(extra)
         self.hparams["alpha"] = dict(self.alpha)
 
     # reports
 
     def active_factors(self, client: int) -> dict[str, Tensor]:
-        """Which factors a client that has trained selects with probability 1/2 or more, by layer, shape (F,)."""
+        """Return the factors that a trained client selects with probability 1/2 or more, by layer, shape (F,)."""
         private = self.snapshots[client].private
         pad = {layer: torch.zeros(n, dtype=torch.bool, device=self.device) for layer, n in self.factors.items()}
         return {layer: widened(private[f"{layer}.logits"] >= 0, pad[layer]) for layer in self.factors}
 
     def selection_terms(self, client: int) -> dict[str, float]:
-        """The KL terms of a client that has trained, by layer, the first as a mean over fixed draws of v."""
+        """Return the KL terms of a trained client by layer, the first one as a mean over fixed draws of v."""
         private = self.snapshots[client].private
         terms: dict[str, float] = {}
         for layer in self.factors:

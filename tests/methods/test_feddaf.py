@@ -24,7 +24,7 @@ from fl_lightning.methods.lib.fusion import Fusion, Projection, capped, fusion_w
 from fl_lightning.methods.lib.fusion_vae import FLOOR, FusionVAE, Noise, belonging, expected_allocation
 from fl_lightning.nets import BiLSTM, FedNet, LeNetBN
 from fl_lightning.wire import Message
-from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
+from tests.support import CLASSES, blobs, fit, gathered, largest_difference, mlp, weights
 from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 IMAGE = (1, 28, 28)
@@ -38,8 +38,8 @@ def lenet() -> LeNetBN:
 
 
 def daf(net: nn.Module | None = None, **kwargs: Any) -> FedDAF:
-    options = {"lr": 0.1, "batch_size": 8, "engine": "stacked", "warmup": 1, "refit_every": 2, "fit_steps": 30}
-    return FedDAF(lenet() if net is None else net, **{**options, **kwargs})  # type: ignore[arg-type]
+    options = {"lr": 0.1, "batch_size": 8, "engine": "stacked", "warmup": 1, "refit_every": 2, "steps": 30}
+    return FedDAF(lenet() if net is None else net, **gathered(FedDAF, {**options, **kwargs}))
 
 
 class Sent(FederatedCallback):
@@ -528,7 +528,8 @@ def test_engines_agree(engine: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"weights": "sampled", "latents": "per_client", "basis": "frozen"}])
 def test_resumed_runs_go_on_with_the_same_autoencoder(options: dict[str, Any], tmp_path: Path) -> None:
-    schedule: dict[str, Any] = {"warmup": 1, "refit_every": 2, "fit_steps": 10, "components": 3, **options}
+    schedule: dict[str, Any] = {"warmup": 1, "refit_every": 2, "steps": 10, "components": 3, **options}
+    schedule = gathered(FedDAF, schedule)
     whole = make(FedDAF, **schedule)
     run(whole, tmp_path / "whole")
     stopped(make(FedDAF, **schedule), tmp_path / "part", Stop("on_round_end", 3, kill))

@@ -1,4 +1,4 @@
-"""Small federations and runs that the tests share."""
+"""Small federations and runs shared by tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from fl_lightning.arguments import parameters, settings
 from fl_lightning.datamodules import FederatedDataModule, TensorFederation
 from fl_lightning.engine import Phase
 from fl_lightning.methods import FedAvg
@@ -23,7 +24,7 @@ RAGGED = (40, 27, 33, 16)
 
 
 class Idle(FedAvg):
-    """FedAvg whose clients take no step."""
+    """FedAvg without local steps."""
 
     def phases(self) -> list[Phase]:
         return [Phase(0, self.trainable_names)]
@@ -32,7 +33,7 @@ class Idle(FedAvg):
 def blobs(
     sizes: Sequence[int] = RAGGED, shape: tuple[int, ...] = (FEATURES,), seed: int = 0, **kwargs: Any
 ) -> TensorFederation:
-    """Gaussian classes, each client with a skew of its own and ten test samples; nothing is held out."""
+    """Gaussian classes, each client with its own skew and ten test samples, without validation samples."""
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(CLASSES, *shape, generator=generator)
     inputs, targets, train, test = [], [], [], []
@@ -58,7 +59,7 @@ def mlp(seed: int = 0, hidden: tuple[int, ...] = (16,)) -> MLP:
 
 
 def trainer(rounds: int = 3, **kwargs: Any) -> Trainer:
-    """A silent stock Trainer on the CPU in float64, unless told otherwise."""
+    """Build a silent stock Trainer on the CPU, by default in float64."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     settings: dict[str, Any] = {
         "max_epochs": rounds,
@@ -85,18 +86,18 @@ def fit(
 
 
 def weights(method: FederatedModule) -> dict[str, Tensor]:
-    """The server's entries, copied."""
+    """Copy the server's entries."""
     return {name: value.detach().clone() for name, value in method.net.state_dict().items()}
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Largest absolute difference over all entries; the names must be the same."""
+    """Return the largest absolute difference over all entries; the names must be equal."""
     assert left.keys() == right.keys()
     return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
 
 
 def sgd(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], **kwargs: Any) -> None:
-    """The reference: a bare PyTorch loop."""
+    """Train with a bare PyTorch loop, the reference."""
     optimizer = torch.optim.SGD(net.parameters(), **kwargs)
     net.train()
     for x, y in batches:
@@ -106,7 +107,7 @@ def sgd(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], **kwargs: Any)
 
 
 def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> TensorFederation:
-    """Two kinds of clients: the same inputs by class, but odd clients call every class by the next one's name."""
+    """Two kinds of clients: the same inputs by class, but odd clients shift all labels by one."""
     generator = torch.Generator().manual_seed(seed)
     centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
     y = torch.arange(clients * (size + 8)) % CLASSES
@@ -123,6 +124,15 @@ def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> T
     )
 
 
+def gathered(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a class with those of its settings gathered under the option that takes them."""
+    places = {one: place for place, inner in settings(kind).items() for one in parameters(inner)}
+    found: dict[str, Any] = {name: value for name, value in options.items() if name not in places}
+    for name in options.keys() & places.keys():
+        found.setdefault(places[name], {})[name] = options[name]
+    return found
+
+
 def untimed(summary: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a round, without times."""
+    """Return the metrics of a round, without times."""
     return {name: value for name, value in summary.items() if not name.startswith("time/")}

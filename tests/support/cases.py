@@ -1,4 +1,4 @@
-"""Every method and variant on small nets: the runs whose numbers are recorded in ``golden.json``."""
+"""Every method and variant on small nets, with results recorded in ``golden.json``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Case:
     data: dict[str, Any] = field(default_factory=dict)
 
     def make(self, net: str, policy: str = "average", engine: str = "stacked", **more: Any) -> FederatedModule:
-        """The method, ready to be fitted."""
+        """Build the method."""
         settings = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": engine, "seed": 3, "buffers": policy}
         kind: Callable[..., FederatedModule] = getattr(methods, self.method)
         return kind(NETS[net](), **{**settings, **self.options, **more})
@@ -81,6 +81,7 @@ class Case:
 ALL = ("average", "keep", "reset")
 L1 = {"factors": {"fc1": 6}}
 FACTORS = {**L1, "vi_lr_mult": 100.0}
+STEPS = {"inference": {"steps": 20}}
 CASES = [
     Case("FedAvg", "FedAvg", policies=ALL),
     Case("FedAvg-adam", "FedAvg", {"server_optimizer": partial(FedAdam, lr=0.05)}),
@@ -110,21 +111,29 @@ CASES = [
     Case("WAFFLEAvg-mean-all", "WAFFLEAvg", {"control": "weighted_mean", "agent_of_interest": "all"}, ("mlp",)),
     Case("WAFFLe", "WAFFLe", FACTORS, policies=ALL),
     Case("WAFFLe-joint", "WAFFLe", {**FACTORS, "schedule": "joint", "vi_lr_mult": 1.0, "never_sampled": "ones"}),
-    Case("WAFFLe-prior", "WAFFLe", {**FACTORS, "never_sampled": "prior_mean", "evaluation": "threshold"}, ("mlp",)),
-    Case("WAFFLe-cached", "WAFFLe", {**FACTORS, "dictionary": "cached", "evaluation": "sampled", "momentum": 0.5}),
+    Case(
+        "WAFFLe-prior",
+        "WAFFLe",
+        {**FACTORS, "never_sampled": "prior_mean", "evaluation": {"selection": "threshold"}},
+        ("mlp",),
+    ),
+    Case(
+        "WAFFLe-cached",
+        "WAFFLe",
+        {**FACTORS, "evaluation": {"dictionary": "cached", "selection": "sampled"}, "momentum": 0.5},
+    ),
     Case("WAFFLeL1", "WAFFLeL1", {**L1, "omega": 0.1}),
     Case("WAFFLeL1-adapt", "WAFFLeL1", {**L1, "omega": 0.1, "never_sampled": "adapt"}, ("mlp",)),
     Case("FedBPS", "FedBPS", {"p": 0.3}, policies=ALL),
-    Case("FedBPS-tensor", "FedBPS", {"p": 0.5, "ranking": "per_tensor", "curvature": "ggn"}, ("mlp",)),
-    Case("FedBPS-hessian", "FedBPS", {"p": 0.5, "curvature": "hessian", "laplace_draws": 3}, ("mlp",)),
-    Case("FedBPS-literal", "FedBPS", {"p": 0.5, "reading": "literal", "laplace_samples": 10}, ("mlp",)),
-    Case("FedBPS-auto", "FedBPS", {"p": "auto", "auto_values": (0.1, 0.6), "auto_rounds": 1}, ("mlp",)),
-    Case("FedDAF", "FedDAF", {"warmup": 1, "refit_every": 1, "fit_steps": 20}, ("norm",), ("average", "reset")),
-    Case("FedDAF-add", "FedDAF", {"warmup": 0, "refit_every": 2, "fit_steps": 20, "add_norm": True}, ("mlp",)),
+    Case("FedBPS-tensor", "FedBPS", {"p": 0.5, "ranking": "per_tensor", "laplace": {"curvature": "ggn"}}, ("mlp",)),
+    Case("FedBPS-hessian", "FedBPS", {"p": 0.5, "laplace": {"curvature": "hessian", "draws": 3}}, ("mlp",)),
+    Case("FedBPS-auto", "FedBPS", {"p": "auto", "trials": {"values": (0.1, 0.6), "rounds": 1}}, ("mlp",)),
+    Case("FedDAF", "FedDAF", {"warmup": 1, "refit_every": 1, **STEPS}, ("norm",), ("average", "reset")),
+    Case("FedDAF-add", "FedDAF", {"warmup": 0, "refit_every": 2, **STEPS, "add_norm": True}, ("mlp",)),
     Case(
         "FedDAF-features",
         "FedDAF",
-        {"warmup": 1, "fit_steps": 20, "feature_stats": True, "weights": "sampled", "latents": "per_client"},
+        {"warmup": 1, "feature_stats": True, "latents": "per_client", "inference": {"steps": 20, "weights": "sampled"}},
         ("mlp",),
     ),
     Case("FedMA", "FedMA", {}, ("mlp", "norm", "deep"), fraction=1.0),
@@ -143,7 +152,7 @@ CASES = [
 
 
 def data(case: Case) -> Any:
-    """Five ragged clients, of which some never train."""
+    """Five ragged clients, some of which never train."""
     return blobs(SIZES, fraction=case.fraction, seed=3, **case.data)
 
 
@@ -156,7 +165,7 @@ def run(case: Case, net: str, policy: str, engine: str, callbacks: Sequence[Any]
 
 
 def parts(method: FederatedModule) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a finished run by part: the server's, the clients', the personal models and the scores."""
+    """Return the tensors of a finished run by part: server, clients, personal models and scores."""
     private: dict[str, Tensor] = {}
     for client in method.snapshots:
         shot = method.snapshots[client]
@@ -175,7 +184,7 @@ def parts(method: FederatedModule) -> dict[str, dict[str, Tensor]]:
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """A hash of names, shapes, types and bits."""
+    """Hash names, shapes, types and bits."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
@@ -185,7 +194,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 def checksum(tensors: dict[str, Tensor]) -> float:
-    """A number that hardly changes where bits are rounded otherwise: a weighted sum of all entries."""
+    """Return a weighted sum of all entries, which other rounding hardly changes."""
     total = 0.0
     for place, name in enumerate(sorted(tensors)):
         value = tensors[name].detach().cpu().double().flatten().nan_to_num(-1.0)
@@ -195,7 +204,7 @@ def checksum(tensors: dict[str, Tensor]) -> float:
 
 
 def platform() -> str:
-    """The versions and processor features on which bits are the same."""
+    """Return the versions and processor features for which bits are reproducible."""
     vendor = "unknown"
     try:
         with open("/proc/cpuinfo") as file:
@@ -206,5 +215,5 @@ def platform() -> str:
 
 
 def same(found: float, wanted: float) -> bool:
-    """Whether two checksums agree but for rounding."""
+    """Return whether two checksums agree up to rounding."""
     return math.isclose(found, wanted, rel_tol=1e-7, abs_tol=1e-7)

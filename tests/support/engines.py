@@ -1,4 +1,4 @@
-"""Nets and runs that are the same on every engine, and how far two runs are apart."""
+"""Nets and runs that must give the same results on every engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Dropped(nn.Module):
 
 
 class Drifting(nn.Module):
-    """Reassigns a buffer in the forward pass, which in-place tricks miss."""
+    """Reassigns a buffer in the forward pass instead of changing it in place."""
 
     mean: Tensor
 
@@ -110,7 +110,7 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
     Local: {},
     QFFL: {"q": 0.5},
     APFL: {},
-    FedDAF: {"feature_stats": True, "warmup": 0, "refit_every": 1, "fit_steps": 5},
+    FedDAF: {"feature_stats": True, "warmup": 0, "refit_every": 1, "inference": {"steps": 5}},
     SCAFFOLD: {"momentum": 0.9},
     FedMA: {},
     FedPer: {},

@@ -1,4 +1,4 @@
-"""Runs that are stopped anywhere, in any way, and resumed."""
+"""Runs that are stopped at any point, in any way, and resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS = 4
 
 
 class Stop(Callback):
-    """Does something drastic the n-th time a hook is called."""
+    """Stops the run in a given way at the n-th call of a hook."""
 
     def __init__(self, hook: str, times: int, act: Any) -> None:
         self.times, self.act = times, act
@@ -63,7 +63,7 @@ def run(method: FederatedModule, folder: Path, *callbacks: Callback, ckpt_path: 
 
 
 def stopped(method: FederatedModule, folder: Path, *callbacks: Callback, early: bool = False) -> None:
-    """Run in a forked child, which may die in any way; what it says at its end is in the folder's ``stderr``.
+    """Run in a forked child, which may die in any way; its last output is in the folder's ``stderr``.
 
     Unless it is stopped ``early``, maybe in its first round, it must have left a checkpoint: else nothing is resumed.
     """
