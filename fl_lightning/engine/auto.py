@@ -25,6 +25,8 @@ from fl_lightning.local_optim import SGD
 ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
     engine.name: engine for engine in (SequentialEngine, StackedEngine, CapturedEngine, CompiledEngine)
 }
+#: What is tried against sequential training, in this order.
+CANDIDATES = ("stacked", "captured")
 #: Relative disagreement of the probed weights that is put down to rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 #: A faster engine must win by this factor; below it the choice would be noise.
@@ -96,7 +98,7 @@ class AutoEngine(Engine):
             return sequential.engine, "no client takes a step"
         agreed, refused = [sequential], ""
         reference = sequential.plain().run()
-        for name in ("stacked", "captured"):
+        for name in CANDIDATES:
             candidate = probe(name)
             if isinstance(candidate.engine, CapturedEngine):
                 candidate.engine.seldom = 0  # a probe is short
