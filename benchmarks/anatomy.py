@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fl_lightning.bench.measure import federated, silent
+from fl_lightning.bench.measure import federated
 from fl_lightning.bench.workloads import WORKLOADS, seeded
 from fl_lightning.engine import Job
+from fl_lightning.quiet import silence
 
 #: Kinds of operations by the words in their names; what has none of them is "other".
 KINDS = {
@@ -113,7 +114,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {"import_torch_and_lightning": started("import torch, lightning.pytorch")}
     results["import_all"] = started("import fl_lightning.methods, fl_lightning.datamodules")
-    with silent():
+    with silence(warned=False):
         for name in args.only:
             results[name] = seeded(lambda name=name: anatomy(name))  # type: ignore[misc]
             print(name, json.dumps(results[name]), flush=True)

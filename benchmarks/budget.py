@@ -15,13 +15,14 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from fl_lightning.callbacks import DifferentialPrivacyCallback, MembershipInferenceCallback
 from fl_lightning.datamodules import IID, Digits
 from fl_lightning.methods import FedAvg
 from fl_lightning.nets import MLP
 from fl_lightning.privacy.figures import budget_figure
+from fl_lightning.quiet import quiet_trainer
 from fl_lightning.sheet import markdown_head, markdown_row
 
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -31,14 +32,8 @@ def measured(noise: float, rounds: int, shadows: int, folder: str) -> dict[str, 
     seed_everything(0, verbose=False)
     defence = DifferentialPrivacyCallback(clip=1.0, noise_multiplier=noise)
     attack = MembershipInferenceCallback(["other_client"], shadows=shadows, folder=folder)
-    trainer = Trainer(
+    trainer = quiet_trainer(
         max_epochs=rounds,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         limit_val_batches=0,
         callbacks=[defence, attack],
     )

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from fl_lightning.bench.data import features
-from fl_lightning.bench.measure import silent
 from fl_lightning.bench.workloads import WORKLOADS, seeded
+from fl_lightning.quiet import silence
 
 #: Seconds of a turn.
 TURN = 3.0
@@ -30,7 +30,7 @@ def serve(name: str, asked: Connection) -> None:
     """In a process of its own: make rounds of the plain loop whenever asked, and answer with steps per second."""
     torch.set_num_threads(1)
     workload = WORKLOADS[name]
-    with silent():
+    with silence(warned=False):
         data = workload.data()
         method = seeded(workload.method)
         x = features(data.federation)

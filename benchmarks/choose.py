@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from fl_lightning import methods
 from fl_lightning.datamodules import CIFAR10, MNIST, FashionMNIST, FederatedDataModule, Multimodal, Unimodal
 from fl_lightning.nets import MLP, CNNCifar, CNNFashion
+from fl_lightning.quiet import quiet_trainer
 
 #: Data, preset of the modes, net, factors and learning rate of the papers.
 SETTINGS: dict[str, tuple[Any, Any, Any, dict[str, int], float]] = {
@@ -46,15 +47,9 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> list[float]:
     *_, net, factors, lr = SETTINGS[args.data]
     seed_everything(args.seed, verbose=False)
     curve = Curve()
-    trainer = Trainer(
+    trainer = quiet_trainer(
         max_epochs=args.rounds,
-        accelerator="cpu",
-        logger=False,
         callbacks=[curve],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
     )
     method = getattr(methods, args.method)(net(), factors, lr=lr, epochs=5, batch_size=10, **options)
     trainer.fit(method, held_out(args.data, args.partition, args.root, args.seed))

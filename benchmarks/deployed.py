@@ -4,6 +4,8 @@ python benchmarks/deployed.py [--only FedAvg SCAFFOLD] [--all]     the matrix: o
 python benchmarks/deployed.py --kills 20                           kill -9 of processes picked at random, of one run
 python benchmarks/deployed.py --cost 6                             seconds and CPU of messages that nothing is done for
 python benchmarks/deployed.py --sites 20                           two rounds with so many sites
+python benchmarks/deployed.py --wire 2000                          bytes on the sites' sockets and by the ledger, of a
+                                                                   net with so many hidden units
 """
 
 from __future__ import annotations
@@ -14,20 +16,24 @@ import logging
 import os
 import random
 import signal
+import socket
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.cli import federation
 from fl_lightning.papers.environment import environment
-from tests.support import cases
+from tests.support import cases, mlp
 from tests.support.deployed import Deployed
-from tests.support.federations import Federation, descendants
+from tests.support.federations import Federation, descendants, wait_for
 
 OUT = Path(__file__).with_suffix(".json")
 
@@ -135,6 +141,80 @@ def many(sites: int) -> dict[str, object]:
         cases.SIZES = sizes  # type: ignore[misc]
 
 
+class Relay:
+    """A port of this machine behind which lies another one; counts the bytes that pass.
+
+    Args:
+        address: where they go.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._target, self._door = (host, int(port)), socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._door.getsockname()[1]}"
+        #: Bytes from those who connect, and to them.
+        self.up = self.down = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._door.accept()
+            far = socket.create_connection(self._target)
+            for ends in ((near, far, "up"), (far, near, "down")):
+                threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, way: str) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                setattr(self, way, getattr(self, way) + len(data))
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def wire(hidden: int) -> dict[str, object]:
+    """Bytes of three rounds of FedAvg: by the ledger, in our messages, and on the sockets of the sites (TLS)."""
+    relays: list[Relay] = []
+
+    def through(address: str) -> str:
+        relays.append(Relay(address))
+        return relays[0].address
+
+    case = replace(next(case for case in cases.CASES if case.name == "FedAvg"), nets=("wide",), fraction=1.0)
+    cases.NETS["wide"] = partial(mlp, hidden=(hidden,))
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder, Deployed(Path(folder), through) as deployed:
+        (relay,) = relays
+        clients = len(cases.SIZES)
+        wait_for(lambda: len(deployed.transport.present()) == clients, 120, "all sites")
+        time.sleep(5)
+        before = relay.up, relay.down
+        time.sleep(30)
+        idle = [(now - then) / 30 for now, then in zip((relay.up, relay.down), before, strict=True)]
+        before, began = (relay.up, relay.down), time.perf_counter()
+        server = deployed.run(case, "wide", "average")
+        seconds = time.perf_counter() - began
+        passed = [now - then for now, then in zip((relay.up, relay.down), before, strict=True)]
+        rows = {
+            way: {
+                "ledger": ledger,
+                "messages": messages,
+                "socket": total,
+                "socket_without_idle": round(total - rate * seconds),
+                "idle_per_site_and_second": round(rate / clients, 1),
+            }
+            for way, ledger, messages, total, rate in zip(
+                ("up", "down"),
+                (server.bytes_up, server.bytes_down),
+                (deployed.told, deployed.asked),
+                passed,
+                idle,
+                strict=True,
+            )
+        }
+    return {"clients": clients, "rounds": cases.ROUNDS, "seconds": round(seconds, 1), **rows}
+
+
 def processes(running: list[Any]) -> list[tuple[int, str]]:
     """Number and kind of every process of the federation."""
     kinds = {one.pid: "server" if place == 0 else "site" for place, one in enumerate(running)}
@@ -169,6 +249,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0, help="processes that are killed")
     parser.add_argument("--cost", type=int, default=0, help="small messages to measure")
     parser.add_argument("--sites", type=int, default=0, help="sites of one federation")
+    parser.add_argument("--wire", type=int, default=0, help="hidden units of the net whose bytes are counted")
     parser.add_argument("--seed", type=int, default=0, help="decides which and when")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -177,6 +258,7 @@ def main() -> None:
         ("kills", lambda: chaos(given.kills, given.seed)),
         ("cost", lambda: cost(given.cost)),
         ("sites", lambda: many(given.sites)),
+        ("wire", lambda: wire(given.wire)),
     ):
         if getattr(given, name):
             found = {"environment": environment(), **work()}

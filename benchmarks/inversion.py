@@ -17,12 +17,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from fl_lightning.callbacks import ModelInversionCallback
 from fl_lightning.datamodules import IID, FashionMNIST
 from fl_lightning.methods import FedAvg, WAFFLe
 from fl_lightning.nets import MLP
+from fl_lightning.quiet import quiet_trainer
 from fl_lightning.sheet import markdown_head, markdown_row
 
 METHODS: dict[str, Any] = {
@@ -39,14 +40,8 @@ def attacked(name: str, seed: int, arguments: argparse.Namespace, folder: str) -
     weak = ModelInversionCallback(["outsider"], variation=1e-3, folder=f"{folder}/weak", **common)
     method = METHODS[name]()
     method.seed = seed
-    Trainer(
+    quiet_trainer(
         max_epochs=arguments.rounds,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         limit_val_batches=0,
         callbacks=[tuned, weak],
     ).fit(method, FashionMNIST(partition=IID(10, train_samples=arguments.samples), limit=arguments.limit))

@@ -16,12 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from fl_lightning.callbacks import GradientLeakageCallback
 from fl_lightning.datamodules import IID, Digits
 from fl_lightning.methods import FedAvg, FedPer, PFedMe, WAFFLe
 from fl_lightning.nets import MLP
+from fl_lightning.quiet import quiet_trainer
 from fl_lightning.sheet import markdown_head, markdown_row
 
 VIEWS: Any = ["outsider", "server", "insider", "sums", "colluding"]
@@ -38,13 +39,8 @@ def attacked(name: str, seed: int, folder: str, **options: Any) -> Any:
     kind, settings = METHODS[name]
     method = kind(MLP(64, (100,), 10), lr=0.05, engine="stacked", **settings)
     callback = GradientLeakageCallback(VIEWS, clients=3, folder=folder, **options)
-    Trainer(
+    quiet_trainer(
         max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[callback],
     ).fit(method, Digits(partition=IID(10)))
     return callback.report

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from fl_lightning import robust
 from fl_lightning.callbacks import LabelFlipCallback, UpdatePoisoningCallback
@@ -23,6 +23,7 @@ from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer, WAFFLe
 from fl_lightning.nets import MLP
 from fl_lightning.privacy.figures import rules_figure
 from fl_lightning.privacy.hostile import hostile_clients
+from fl_lightning.quiet import quiet_trainer
 from fl_lightning.sheet import markdown_head, markdown_row
 
 CLIENTS = 10
@@ -61,14 +62,8 @@ def accuracy(name: str, rule: Any, poison: Any, rounds: int) -> float:
     seed_everything(0, verbose=False)
     kind, options = METHODS[name]
     method = kind(MLP(64, (32,), 10, bias=True), lr=0.05, epochs=2, engine="stacked", aggregation=rule, **options)
-    trainer = Trainer(
+    trainer = quiet_trainer(
         max_epochs=rounds,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         limit_val_batches=0,
         callbacks=poison(),
     )

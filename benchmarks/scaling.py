@@ -25,34 +25,28 @@ def point(clients: int, cohort: int, method: str, workers: int, store: bool) -> 
     import resource
 
     import torch
-    from lightning.pytorch import Trainer
 
     from fl_lightning.bench.data import images
-    from fl_lightning.bench.measure import Clock, silent
+    from fl_lightning.bench.measure import Clock
     from fl_lightning.methods import FedAvg, Local
     from fl_lightning.nets import MLP
+    from fl_lightning.quiet import quiet_trainer, silence
 
     torch.set_num_threads(1)
     imported = time.perf_counter() - began
     data = images((1, 8, 8), clients=clients, sizes=(40, 40), fraction=cohort / clients)
     net = MLP(in_features=64, hidden=(64,), num_classes=10)
     clock = Clock(warm_up=2, rounds=ROUNDS)
-    with tempfile.TemporaryDirectory() as folder, silent():
+    with tempfile.TemporaryDirectory() as folder, silence(warned=False):
         kind = Local if method == "Local" else FedAvg
         options = {"store": folder} if store else {}
         run = kind(net, lr=0.05, epochs=5, batch_size=10, workers=workers, **options)
         if method == "Local":  # a cohort of it, as FedAvg has: what is measured is the private state
             run.cohort = data.cohort  # type: ignore[method-assign]
-        Trainer(
+        quiet_trainer(
             max_epochs=2 + ROUNDS,
-            accelerator="cpu",
-            logger=False,
             callbacks=[clock],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             limit_val_batches=0,
-            num_sanity_val_steps=0,
         ).fit(run, datamodule=data)
     return {
         "clients": clients,

@@ -9,6 +9,7 @@ import contextlib
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,35 +78,44 @@ def draw_users(folder: Path) -> Path:
 
 
 def fit_runs(folder: Path, rounds: int) -> None:
-    """Three methods on digits with two sub-populations, watched by the dashboard."""
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    from fl_lightning.callbacks import Dashboard, FactorsCallback, FairnessCallback, RoundProgress, RunRecord
+    """Three methods on digits with two sub-populations, one of them twice."""
+    from fl_lightning.callbacks import FactorsCallback
     from fl_lightning.methods import FedAvg, FedProx, WAFFLe
-    from fl_lightning.nets import MLP
 
+    scheme = Multimodal([[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]], [24, 8])
     methods: tuple[tuple[Any, dict[str, Any]], ...] = (
         (FedAvg, {}),
         (FedProx, {"mu": 0.1}),
+        (FedProx, {"mu": 1.0}),
         (WAFFLe, {"factors": {"fc1": 24}}),
     )
     for kind, options in methods:
-        torch.manual_seed(0)
-        method = kind(MLP(in_features=64, hidden=(32,)), lr=0.1, epochs=5, seed=0, **options)
-        scheme = Multimodal([[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]], [24, 8])
-        more = [FactorsCallback()] if kind is WAFFLe else []
-        trainer = Trainer(
-            max_epochs=rounds,
-            accelerator="cpu",
-            logger=TensorBoardLogger(folder, name=kind.__name__, version=""),
-            callbacks=[FairnessCallback(), *more, Dashboard(), RunRecord(), RoundProgress()],
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-        )
-        trainer.fit(method, Digits(partition=scheme, fraction=0.5, seed=0))
+        fit(folder, kind, options, scheme, rounds, [FactorsCallback()] if kind is WAFFLe else [])
+
+
+def fit(
+    folder: Path, kind: Any, options: dict[str, Any], scheme: PartitionScheme, rounds: int, more: Sequence[Any] = ()
+) -> None:
+    """A run on half of the digits, watched by the dashboard."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from fl_lightning.callbacks import Dashboard, FairnessCallback, RoundProgress, RunRecord
+    from fl_lightning.nets import MLP
+
+    torch.manual_seed(0)
+    method = kind(MLP(in_features=64, hidden=(32,)), lr=0.1, epochs=5, seed=0, **options)
+    trainer = Trainer(
+        max_epochs=rounds,
+        accelerator="cpu",
+        logger=TensorBoardLogger(folder, name=kind.__name__),
+        callbacks=[FairnessCallback(), *more, Dashboard(), RunRecord(), RoundProgress()],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+    )
+    trainer.fit(method, Digits(partition=scheme, fraction=0.5, seed=0))
 
 
 def draw_pages(folder: Path, rounds: int = 25) -> list[Path]:
@@ -113,21 +123,36 @@ def draw_pages(folder: Path, rounds: int = 25) -> list[Path]:
     from fl_lightning.cli.compare import experiments_of
     from fl_lightning.cli.report import write_report
     from fl_lightning.cli.runs import find
-    from tests.support.browser import Board, screenshot
+    from fl_lightning.methods import FedAvg
+    from tests.support.browser import screenshot
 
-    drawn = [folder.resolve() / f"{name}.png" for name in ("dashboard", "dashboard-images", "report")]
+    names = ("dashboard", "dashboard-images", "report", "dashboard-100-clients")
+    drawn = [folder.resolve() / f"{name}.png" for name in names]
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
-        runs = Path("runs")  # TensorBoard shows the folder's name
+        runs = Path("runs")
         fit_runs(runs, rounds)
-        board = Board(runs)
-        board.wait("data/plugin/images/tags", runs=3)
+        board = linked(runs, Path("by what differs"))  # TensorBoard shows the folder's name
         screenshot(board.url + "#custom_scalars", drawn[0], 1500, 1300)
         screenshot(board.url + "#images", drawn[1], 1500, 1100)
         write_report(runs / "report.html", experiments_of(find([str(runs)])), "Three methods, two sub-populations")
-        screenshot(f"file://{name}/runs/report.html", drawn[2], 1100, 1900)
+        screenshot(f"file://{name}/runs/report.html", drawn[2], 1366, 1900)
+        fit(Path("many"), FedAvg, {}, Dirichlet(clients=100, alpha=0.3, min_samples=5), rounds)
+        screenshot(linked(Path("many"), Path("100 clients")).url + "#images", drawn[3], 1366, 860)
     for path in drawn:
         shrink(path)
     return drawn
+
+
+def linked(runs: Path, folder: Path) -> Any:
+    """TensorBoard as ``fl-lightning board`` shows these runs."""
+    from fl_lightning.cli.board import link
+    from fl_lightning.cli.runs import find
+    from tests.support.browser import Board
+
+    folder.mkdir()
+    board = Board(folder)
+    board.wait("data/plugin/images/tags", runs=len(link(find([str(runs)]), folder)))
+    return board
 
 
 def shrink(path: Path) -> None:

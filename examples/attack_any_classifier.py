@@ -1,4 +1,4 @@
-"""Attacks on an ordinary LightningModule that knows nothing of federations: one gradient, and membership.
+"""Attacks on an ordinary LightningModule without any federation: gradient leakage and membership inference.
 
 python examples/attack_any_classifier.py
 """
@@ -20,7 +20,7 @@ SHADOWS = 4
 
 
 class Classifier(L.LightningModule):
-    """A stock classifier."""
+    """An ordinary classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Classifier(L.LightningModule):
 
 
 def fitted(x: Tensor, y: Tensor) -> Classifier:
-    """A classifier that knows these samples well."""
+    """A classifier that overfits these samples."""
     model = Classifier()
     trainer = L.Trainer(
         max_epochs=15,
@@ -56,14 +56,14 @@ def fitted(x: Tensor, y: Tensor) -> Classifier:
 
 @torch.no_grad()
 def log_odds(model: Classifier, x: Tensor, y: Tensor) -> Tensor:
-    """How sure the model is of the true classes."""
+    """The model's confidence in the true classes."""
     p = model(x).double().log_softmax(1)
     own = p.gather(1, y[:, None])[:, 0]
     return own - p.scatter(1, y[:, None], -torch.inf).logsumexp(1)
 
 
 def main() -> None:
-    """Attack."""
+    """Run both attacks."""
     L.seed_everything(0, verbose=False)
     data = load_digits()
     x, y = torch.tensor(data.data).float() / 16, torch.tensor(data.target)
@@ -71,14 +71,14 @@ def main() -> None:
     members, rest = order[:300], order[300:600]
     model = fitted(x[members], y[members])
 
-    # One gradient of one image: the first layer has no bias, and the image comes out all the same.
+    # One gradient of one image: it is recovered although the first layer has no bias.
     image = x[rest[:1]]
     (gradient,) = torch.autograd.grad(F.cross_entropy(model(image), y[rest[:1]]), model.net[0].weight)
     direction = rank_one(gradient).direction
     found = in_range(direction, torch.tensor(0.0), torch.tensor(1.0))[:1]
     print(f"one image from one gradient: {float(psnr(found, image)):.0f} dB")
 
-    # Membership, with shadows that are each trained on half of the samples in question.
+    # Membership, with shadow models that are each trained on half of the samples in question.
     rows = torch.cat((members, rest))
     inside = torch.stack([torch.randperm(len(rows)) < len(rows) // 2 for _ in range(SHADOWS // 2)])
     inside = torch.cat((inside, ~inside))

@@ -13,15 +13,15 @@ from fl_lightning.methods import FedAvg, Local
 from fl_lightning.nets import MLP
 from fl_lightning.tasks import Classification
 
-#: What is known of a patient; size would tell nearly all.
+#: Input features, without size, which would make the task too easy.
 SEEN = ["mean texture", "mean smoothness", "mean symmetry", "mean fractal dimension", "smoothness error"]
 
 
 def main(rounds: int = 20) -> dict[str, torch.Tensor]:
-    """Train every clinic for itself and one model for all; return the AUROC of every clinic."""
+    """Train every clinic alone and one model for all; return the AUROC of every clinic."""
     data = load_breast_cancer()
     table = dict(zip(data.feature_names, data.data.T, strict=True))
-    # Two of three patients go to the clinic for their size, so that every clinic sees both kinds.
+    # Two of three patients go to the clinic for their tumour size, the others anywhere: every clinic sees both kinds.
     size = np.searchsorted(np.quantile(table["mean area"], np.arange(1, 5) / 5), table["mean area"])
     anywhere = np.random.default_rng(0).integers(0, 5, len(size))
     table["clinic"] = np.where(np.arange(len(size)) % 3 == 0, anywhere, size)

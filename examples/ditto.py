@@ -1,4 +1,4 @@
-"""Ditto (Li et al., 2021) from scratch: FedAvg, and for each client a model of its own, held near the shared one.
+"""Ditto (Li et al., 2021) from scratch: FedAvg plus a personal model per client, kept near the shared one.
 
 fl-lightning fit --config quickstart --use examples/ditto.py --model Ditto --model.lam 0.5
 """
@@ -8,11 +8,11 @@ from fl_lightning.wire import prefixed, under
 
 
 class Ditto(FederatedModule):
-    """Clients train the shared w as FedAvg does, and besides it v <- v - lr (grad F(v) + lam (v - w)).
+    """FedAvg for the shared w, and for each client's own v: v <- v - lr (grad F(v) + lam (v - w)).
 
     Args:
         net: the network.
-        lam: how strongly v is held near the w that was received; 0 is Local.
+        lam: strength of the pull of v towards the received w; 0 is Local.
         kwargs: see FederatedModule.
     """
 
@@ -23,12 +23,12 @@ class Ditto(FederatedModule):
     # client
 
     def enter(self, received, me):
-        """Begin with w and v."""
-        state = super().enter(received, me)  # with v, if the client has one; else v begins at w
+        """Start from w and v."""
+        state = super().enter(received, me)  # includes v if the client has one; otherwise v starts at w
         return prefixed("own.", state, self.trainable_names) | prefixed("received.", received) | state
 
     def descend(self, state, batch, phase, gradient):
-        """One step of w and one of v."""
+        """One step on w and one on v."""
         update, names = super().descend(state, batch, phase, gradient), [f"own.{n}" for n in phase.trainable]
         grads, _, _ = gradient(lambda s: self.client_loss({**s, **under("own.", s)}, batch), state, names)
         near = {n: g + self.lam * (state[n] - state[n.replace("own", "received", 1)]) for n, g in grads.items()}

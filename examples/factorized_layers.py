@@ -1,4 +1,4 @@
-"""The factorised layers in a net of your own, trained in a bare PyTorch loop: no federation, fewer parameters.
+"""Factorised layers in your own net, trained in a plain PyTorch loop: no federation, fewer parameters.
 
 python examples/factorized_layers.py
 """
@@ -11,7 +11,7 @@ from fl_lightning.nets import FactorizedConv2d, FactorizedLinear, factorized_lay
 
 
 class Small(nn.Module):
-    """A convolution and a linear layer whose weights are sums of rank-one factors, of which a mask selects some."""
+    """A convolution and a linear layer whose weights are sums of rank-one factors selected by a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def main(epochs: int = 3) -> tuple[float, float]:
             nn.functional.cross_entropy(net(x), y).backward()
             optimizer.step()
     whole = accuracy(net, data)
-    factorized_layers(net)["linear"].mask[::2] = 0  # this is what WAFFLe's clients choose for themselves
+    factorized_layers(net)["linear"].mask[::2] = 0  # WAFFLe's clients each select their own mask
     half = accuracy(net, data)
     print(f"all factors {whole:.3f}, every second one {half:.3f}")
     return whole, half
@@ -44,7 +44,7 @@ def main(epochs: int = 3) -> tuple[float, float]:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, data: Pooled) -> float:
-    """Share of test samples that are classified rightly."""
+    """Accuracy on the test samples."""
     right = [(net(x).argmax(1) == y).float() for x, y in data.test_dataloader()]
     return float(torch.cat(right).mean())
 

@@ -1,4 +1,4 @@
-"""FairnessCallback on a centrally trained model: accuracy by group, their gap, and how evenly groups are served.
+"""FairnessCallback on a centrally trained model: accuracy by group, gap and fairness metrics.
 
 python examples/fair_central_model.py
 """
@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.callbacks import FairnessCallback
 
-#: Samples of each group: the last one is a small minority whose labels follow another rule.
+#: Samples per group; the last group is a small minority whose labels follow another rule.
 SIZES = (600, 300, 60)
 
 
 def samples(seed: int) -> TensorDataset:
-    """Inputs, labels and the group that each sample belongs to."""
+    """Inputs, labels and group of each sample."""
     generator = torch.Generator().manual_seed(seed)
     group = torch.repeat_interleave(torch.arange(3), torch.tensor(SIZES))
     x = torch.randn(len(group), 8, generator=generator)
@@ -26,19 +26,19 @@ def samples(seed: int) -> TensorDataset:
 
 
 class Central(LightningModule):
-    """An ordinary model; its validation step says what it predicted for whom."""
+    """An ordinary model whose validation step returns predictions, labels and groups."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Cross entropy over everyone."""
+        """Cross entropy over all samples."""
         x, y, _ = batch
         return nn.functional.cross_entropy(self.net(x), y)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Inputs of the callback: predictions, labels, groups."""
+        """Predictions, labels and groups for the callback."""
         x, y, group = batch
         return {"preds": self.net(x), "target": y, "group": group}
 
@@ -48,7 +48,7 @@ class Central(LightningModule):
 
 
 def main(folder: str = "runs/fair_central_model", epochs: int = 5) -> dict[str, float]:
-    """Fit, and return what the callback logged; the table of groups is in the folder."""
+    """Fit, and return the logged metrics; the table of groups is in the folder."""
     torch.manual_seed(0)
     callback = FairnessCallback(folder=folder)
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Regression: how far a disease gets in a year, at six hospitals with patients of different ages.
+"""Regression: disease progression in a year, at six hospitals with patients of different ages.
 
 python examples/hospitals.py
 """
@@ -14,11 +14,11 @@ from fl_lightning.nets import MLP
 
 
 def main(rounds: int = 20) -> dict[str, float]:
-    """Train each for itself, one model for all, and one with a layer of its own; return the mean error on test sets."""
+    """Train Local, FedAvg and FedPer; return the mean test error of each."""
     data = load_diabetes(scaled=False)
     table = dict(zip(data.feature_names, data.data.T, strict=True))
     table["hospital"] = np.searchsorted(np.quantile(table["age"], np.arange(1, 6) / 6), table["age"])
-    table["progression"] = data.target / 100  # the net's numbers are then about 1
+    table["progression"] = data.target / 100  # scales targets to about 1
     errors = {}
     print("method    mean error  worst site     R2")
     for kind in (Local, FedAvg, FedPer):

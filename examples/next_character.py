@@ -1,6 +1,6 @@
-"""Next character: one small Transformer for several authors, LoRA adapters that never leave their homes.
+"""Next-character prediction: one small Transformer for several authors, with private LoRA adapters.
 
-Authors are those who tweet most in the file of Sentiment140, or modules of Python's library where no file is given.
+Authors are the most active users in the Sentiment140 file, or modules of Python's standard library without a file.
 
 python examples/next_character.py [data/sentiment140/training.1600000.processed.noemoticon.csv]
 """
@@ -36,7 +36,7 @@ def texts(tweets: str | None) -> dict[str, str]:
 
 
 def lines(tweets: str | None) -> tuple[torch.Tensor, list[str]]:
-    """Pieces of the authors' texts as character codes, and whose they are."""
+    """Chunks of the authors' texts as character codes, and their authors."""
     pieces, authors = [], []
     for author, written in texts(tweets).items():
         text = written.encode("ascii", "replace")
@@ -47,7 +47,7 @@ def lines(tweets: str | None) -> tuple[torch.Tensor, list[str]]:
 
 
 def main(rounds: int = 10, tweets: str | None = None) -> dict[str, float]:
-    """Train one model for all; then, from it, adapters that stay at home. Returns both perplexities."""
+    """Train one model for all, then private adapters on top of it; return both perplexities."""
     codes, authors = lines(tweets)
     options = {"task": NextToken(), "optimizer": "Adam", "batch_size": 10, "engine": "sequential", "seed": 0}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Our DataModule in an ordinary Lightning project: the same samples, partition and seed, no federation.
+"""The library's DataModule in an ordinary Lightning project: same samples, partition and seed, no federation.
 
 python examples/ordinary_project.py
 """
@@ -33,7 +33,7 @@ class Plain(LightningModule):
 
 
 def main(epochs: int = 5) -> dict[str, float]:
-    """A central baseline on everyone's samples, and client 3 on its own."""
+    """Train a central baseline on all samples, and client 3 alone."""
     data = Digits(partition=Unimodal(clients=20, classes_per_client=2))
     scores = {}
     for name, clients in (("everyone", None), ("client 3", [3])):

@@ -1,4 +1,4 @@
-"""Your own federated method in one file, with its name on the command line.
+"""Your own federated method in one file, available on the command line by its name.
 
 fl-lightning fit --config quickstart --use examples/own_method.py --model Trimmed --model.share 0.2
 """
@@ -12,11 +12,11 @@ from fl_lightning.wire import Message, State
 
 
 class Trimmed(FederatedModule):
-    """FedAvg that leaves out, entry by entry, the smallest and the largest values (a trimmed mean).
+    """FedAvg with a trimmed mean: for each entry, the smallest and largest values are left out.
 
     Args:
         net: the network.
-        share: share of the clients that is left out at either end.
+        share: fraction of the clients left out at either end.
         kwargs: see FederatedModule.
     """
 
@@ -27,7 +27,7 @@ class Trimmed(FederatedModule):
         self.share = share
 
     def aggregate(self, messages: list[Message]) -> State:
-        """The mean of what is left between the two ends."""
+        """The mean of the remaining values."""
         cut = int(self.share * len(messages))
         stacked = {name: torch.stack([m.tensors[name] for m in messages]) for name in self.shared_names}
         kept = {name: value.sort(dim=0).values[cut : len(messages) - cut] for name, value in stacked.items()}

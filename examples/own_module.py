@@ -1,4 +1,4 @@
-"""Your own LightningModule, made federated: its training_step and its optimizer stay as they are.
+"""Your own LightningModule, federated: its training_step and optimizer are unchanged.
 
 python examples/own_module.py
 """
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Classifier(LightningModule):
-    """An ordinary LightningModule that knows nothing of federations."""
+    """An ordinary LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,20 +20,20 @@ class Classifier(LightningModule):
         return self.body(x)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """A loss of one's own."""
+        """Cross entropy with label smoothing."""
         x, y = batch
         loss = nn.functional.cross_entropy(self(x), y, label_smoothing=0.1)
         self.log("train_loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD, as every client will use it."""
+        """SGD, used by every client."""
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
 
 
 def main(rounds: int = 10) -> float:
-    """Make it federated, fit it, return the mean accuracy over clients."""
-    # These are the lines that make it federated.
+    """Federate the module, fit it, return the mean accuracy over clients."""
+    # Only these lines are specific to the federation.
     from fl_lightning.datamodules import Digits, Unimodal
     from fl_lightning.federate import federate
 

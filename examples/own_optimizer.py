@@ -1,4 +1,4 @@
-"""A LightningModule with AdamW, a scheduler and a validation step of its own, made federated.
+"""A LightningModule with AdamW, a scheduler and its own validation step, federated.
 
 python examples/own_optimizer.py
 """
@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassF1Score
 
 
 class Classifier(LightningModule):
-    """An ordinary LightningModule that knows nothing of federations."""
+    """An ordinary LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,19 +28,19 @@ class Classifier(LightningModule):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """A metric of one's own: of every client, with its samples alone."""
+        """Log F1; in a federation it is computed per client."""
         self.f1(self(batch[0]), batch[1])
         self.log("f1", self.f1)
 
     def configure_optimizers(self) -> Any:
-        """AdamW whose learning rate falls with every pass over the data."""
+        """AdamW with a learning rate that decays every epoch."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.005)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)}
 
 
 def main(rounds: int = 12) -> dict[str, dict[str, float]]:
-    """Make it federated by two methods, fit them, return what is known of the clients."""
-    # These are the lines that make it federated.
+    """Federate the module with two methods, fit both, return the metrics over clients."""
+    # Only these lines are specific to the federation.
     from fl_lightning.datamodules import Digits, Unimodal
     from fl_lightning.federate import federate
     from fl_lightning.methods import FedAvg, FedPer

@@ -1,4 +1,4 @@
-"""Segmentation: discs on noisy images, in every site's own style; the first layers of a U-Net stay at home, or do not.
+"""Segmentation: discs on noisy images in each site's own style, with shared or private first layers of a U-Net.
 
 python examples/segmentation.py
 """
@@ -13,7 +13,7 @@ from fl_lightning.nets import UNet
 
 
 def images(sites: int = 6, each: int = 6, size: int = 16) -> tuple[Tensor, Tensor, list[int]]:
-    """Images with a disc each, their masks, and the sites: of a brightness and a contrast of their own."""
+    """Images with one disc each, their masks and sites; each site has its own brightness and contrast."""
     generator = torch.Generator().manual_seed(0)
     number = sites * each
     centre = 4 + (size - 8) * torch.rand(number, 2, 1, 1, generator=generator)

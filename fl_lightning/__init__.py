@@ -8,13 +8,13 @@ A federated run is one stock ``Trainer.fit``::
     data = MNIST(partition=Unimodal(clients=100, classes_per_client=2), fraction=0.1)
     Trainer(max_epochs=100).fit(FedAvg(MLP(), lr=0.04, epochs=5), data)
 
-Methods, data, networks and callbacks can be imported from here; each package is loaded when a name of it is first used.
+Methods, data modules, networks and callbacks can be imported from here; each package is loaded on first use.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.noise import hush
+from fl_lightning.quiet import hush
 from fl_lightning.requirements import check_requirements, exported
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ hush()
 
 
 def __getattr__(name: str) -> Any:
-    """A class of one of the packages, by its name."""
+    """Import a public class lazily from its package."""
     package = exported().get(name)
     if package is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Checkpoint files: written whole or not at all, with a checksum, and read only if nothing has changed in them.
+"""Checkpoint files: written atomically, with a checksum that is verified before they are read.
 
-A checkpoint is what ``torch.save`` writes, a zip archive. Its comment, at the very end, is the SHA-256 of all bytes
-before it; ``torch.load`` and zip programs read the archive as they read any other.
+A checkpoint is a zip archive written by ``torch.save``. The archive's comment, at the very end of the file, is the
+SHA-256 of all bytes before it; ``torch.load`` and zip programs ignore it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from fl_lightning.errors import FederationError
 from fl_lightning.process import wanted
 
-#: What a zip archive begins with, and its last record, which ends with the length of the comment.
+#: Signatures of the first and last record of a zip archive; the last one ends with the length of the comment.
 ZIP, END, END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22
-#: The comment: this, and the checksum in hexadecimal.
+#: The comment: this mark, then the checksum in hexadecimal.
 MARK = b"fl_lightning sha256 "
 COMMENT = len(MARK) + 2 * hashlib.sha256().digest_size
-#: Bytes that are read at once.
+#: Number of bytes read at once.
 CHUNK = 1 << 20
-#: What a checkpoint must hold for a run to go on from it, beside the model.
+#: Entries that a run needs to resume, besides the model.
 NEEDED = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict}
-#: What every checkpoint of a Trainer holds, and types of what most do.
+#: Entries of every Trainer checkpoint, and types of the common ones.
 ALWAYS = {"state_dict": dict, "pytorch-lightning_version": str}
 USUAL = {**ALWAYS, **NEEDED, "epoch": int, "global_step": int}
 
 
 class DamagedError(FederationError):
-    """A checkpoint file that is not as it was written."""
+    """A checkpoint file was changed after it was written."""
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning's own, but for local files: they are sealed, and replaced by what is complete and on the disk."""
+    """Lightning's checkpoint IO, except that local files get a checksum and are replaced atomically."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
-        """Write beside the target, flush, rename."""
+        """Write to a temporary file, flush, and rename."""
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -59,13 +59,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 
 class CheckedCheckpointIO(_WrappingCheckpointIO):
-    """Writes and reads checkpoints as the wrapped plugin does, and says in a sentence what is wrong with one.
+    """Wraps a checkpoint plugin and turns its failures into clear errors.
 
-    A fit that is to go on from a damaged file goes on from the newest good one in its folder, with a warning.
+    A fit that would resume from a damaged file resumes from the newest intact one in its folder, with a warning.
 
     Args:
-        checkpoint_io: the plugin.
-        trainer: whose checkpoints they are; None makes no difference between a fit and an evaluation.
+        checkpoint_io: the wrapped plugin.
+        trainer: the Trainer that uses it; None treats a fit like an evaluation.
     """
 
     def __init__(self, checkpoint_io: Any = None, trainer: Trainer | None = None) -> None:
@@ -73,7 +73,7 @@ class CheckedCheckpointIO(_WrappingCheckpointIO):
         self.trainer = trainer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, *args: Any, **kwargs: Any) -> None:
-        """Save as the wrapped plugin does."""
+        """Save with the wrapped plugin."""
         try:
             super().save_checkpoint(checkpoint, path, *args, **kwargs)
         except OSError as error:
@@ -83,7 +83,7 @@ class CheckedCheckpointIO(_WrappingCheckpointIO):
             ) from error
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load as the wrapped plugin does."""
+        """Load with the wrapped plugin."""
         resumes = self.trainer is not None and self.trainer.state.fn == "fit"
         try:
             return self._load(path, resumes, *args, **kwargs)
@@ -91,7 +91,7 @@ class CheckedCheckpointIO(_WrappingCheckpointIO):
             for other in others(path) if resumes else ():
                 with suppress(FederationError):
                     found = self._load(other, resumes, *args, **kwargs)
-                    rank_zero_warn(f"{damage} The run goes on from {other}, the newest good one in its folder.")
+                    rank_zero_warn(f"{damage} The run resumes from {other}, the newest intact one in its folder.")
                     return found
             raise
 
@@ -103,7 +103,7 @@ class CheckedCheckpointIO(_WrappingCheckpointIO):
 
 
 def watch(trainer: Trainer) -> None:
-    """Let the Trainer's strategy write and read checkpoints through the classes above."""
+    """Make the Trainer's strategy use the classes above."""
     strategy = trainer.strategy
     given = strategy.checkpoint_io
     if isinstance(given, CheckedCheckpointIO) or not wanted("checkpoints"):
@@ -113,20 +113,20 @@ def watch(trainer: Trainer) -> None:
 
 
 def seal(archive: io.BytesIO) -> None:
-    """Add the checksum to an archive that ``torch.save`` has just written, as its comment."""
+    """Add the checksum to an archive just written by ``torch.save``, as its comment."""
     archive.seek(-2, os.SEEK_END)
     archive.write(COMMENT.to_bytes(2, "little"))
     archive.write(MARK + hashlib.sha256(archive.getbuffer()).hexdigest().encode())
 
 
 def check(path: Path) -> None:
-    """Refuse a file that is not as it was written; one without a checksum must at least be complete."""
+    """Reject a file that was changed; one without a checksum must at least be complete."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         tail = _last(file, size, COMMENT)
         if tail.startswith(MARK):
             if _checksum(file, size - len(tail)).encode() != tail[len(MARK) :]:
-                raise _damaged(path, "its checksum is another")
+                raise _damaged(path, "its checksum differs")
             return
         file.seek(0)
         whole = _last(file, size, END_SIZE).startswith(END) and tail.endswith(b"\0\0")
@@ -150,7 +150,7 @@ def _checksum(file: io.BufferedReader, size: int) -> str:
 
 
 def replace(path: Path, content: bytes | memoryview) -> None:
-    """Write a file anew: beside the target first, then on the disk, then in its place, so that it is never torn."""
+    """Replace a file atomically: write to a temporary file in the same folder, sync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(path)
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
@@ -167,14 +167,14 @@ def replace(path: Path, content: bytes | memoryview) -> None:
 
 
 def _remove_left(path: Path) -> None:
-    """Remove what a killed process of this machine had begun to write."""
+    """Remove temporary files of killed processes of this machine."""
     for partial in path.parent.glob(f".{path.name}.{socket.gethostname()}.*.part"):
         process = partial.suffixes[-2].removeprefix(".")
-        if process.isdecimal() and int(process) != os.getpid() and not _lives(int(process)):
+        if process.isdecimal() and int(process) != os.getpid() and not _is_running(int(process)):
             partial.unlink(missing_ok=True)
 
 
-def _lives(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -185,7 +185,7 @@ def _lives(process: int) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Let the renaming reach the disk, where the system can."""
+    """Sync a folder, so that the rename is on the disk, if the system supports it."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -195,13 +195,13 @@ def _sync(folder: Path) -> None:
 
 
 def others(path: _PATH) -> Iterable[Path]:
-    """The other checkpoints in a checkpoint's folder, the newest first."""
+    """Return the other checkpoints in a checkpoint's folder, newest first."""
     found = [other for other in Path(path).parent.glob("*.ckpt") if other.name != Path(path).name and other.is_file()]
     return sorted(found, key=lambda other: other.stat().st_mtime_ns, reverse=True)
 
 
 def check_content(path: _PATH, checkpoint: Any, resumes: bool) -> None:
-    """Refuse what is no checkpoint of a Trainer, and one that a run cannot go on from."""
+    """Reject objects that are not Trainer checkpoints, and for a fit, those that cannot be resumed."""
     if not isinstance(checkpoint, dict) or not ALWAYS.keys() <= checkpoint.keys():
         raise FederationError(f"{path} is not a checkpoint of a Trainer: it has no model that the Trainer saved.")
     missing = [name for name in NEEDED if name not in checkpoint]
@@ -213,17 +213,17 @@ def check_content(path: _PATH, checkpoint: Any, resumes: bool) -> None:
                 "one that was not changed."
             )
     if resumes and not missing and "fit_loop" not in checkpoint["loops"]:
-        raise FederationError(f"No run can go on from {path}, which does not say where a fit was: use another.")
+        raise FederationError(f"No run can resume from {path}, which has no progress of a fit: use another.")
     if resumes and missing:
         raise FederationError(
-            f"No run can go on from {path}, which holds a model alone (no {', '.join(missing)}), as save_weights_only "
-            "writes it: evaluate it, use load_from_checkpoint, or resume from another."
+            f"No run can resume from {path}, which contains only a model (no {', '.join(missing)}), as written by "
+            "save_weights_only: evaluate it, use load_from_checkpoint, or resume from another."
         )
 
 
 @contextmanager
 def readable(path: Any, method: str = "method") -> Iterator[None]:
-    """Check a file before it is read, and turn whatever reading it raises into a sentence."""
+    """Verify a file before it is read, and turn exceptions of reading it into clear errors."""
     try:
         if isinstance(path, str | os.PathLike) and _is_local_file_protocol(path):  # type: ignore[arg-type]
             check(Path(path))
@@ -232,7 +232,7 @@ def readable(path: Any, method: str = "method") -> Iterator[None]:
         if "needs a network: " not in str(error):
             raise
         raise FederationError(
-            f"The checkpoint {path} does not say how its net is made, as it is not a FedNet: "
+            f"The checkpoint {path} cannot rebuild its net, which is not a FedNet: "
             f"pass the net again: {method}.load_from_checkpoint(path, net=...)."
         ) from error
     except FileNotFoundError as error:

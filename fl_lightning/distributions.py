@@ -1,7 +1,7 @@
 """Distributions of variational methods: stick-breaking prior, Kumaraswamy, relaxed Bernoulli, Gaussian, their KLs.
 
-Sampling is split in two: noise is drawn outside, once per epoch and in float64, and a pure function turns it into a
-sample. So a step can be differentiated, stacked over clients and repeated. Probabilities are kept as logarithms where a
+Sampling is split in two: noise is drawn in float64 once per epoch, and a pure function turns it into a sample, so that
+a step can be differentiated, stacked over clients and repeated. Probabilities are stored as logarithms where the
 product of many of them would underflow.
 
 References: Teh, Gorur and Ghahramani (2007) for the stick-breaking form of the Indian Buffet Process; Nalisnick and
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-#: Uniform noise is kept this far from 0 and 1, where its logarithms end.
+#: Uniform noise is kept this far from 0 and 1, where its logarithms are infinite.
 MARGIN = 1e-6
-#: Prior probabilities are kept this far below 1 (as a difference of logarithms), where log(1 - p) ends.
+#: Prior log probabilities are kept this far below 0, where log(1 - p) is infinite.
 LOG_MARGIN = 1e-6
 EULER = 0.5772156649015329
 
 
 def log_uniform(rng: np.random.Generator, shape: Sequence[int]) -> Tensor:
-    """The logarithm of u, for u uniform in (1e-6, 1 - 1e-6): the noise of :func:`log_kumaraswamy`, in float64."""
+    """Draw log u for u uniform in (1e-6, 1 - 1e-6): the noise of :func:`log_kumaraswamy`, in float64."""
     return _uniform(rng, shape).log()
 
 
 def logistic(rng: np.random.Generator, shape: Sequence[int]) -> Tensor:
-    """The log odds of u, for u uniform in (1e-6, 1 - 1e-6): the noise of :func:`relaxed_bernoulli`, in float64."""
+    """Draw the log odds of u uniform in (1e-6, 1 - 1e-6): the noise of :func:`relaxed_bernoulli`, in float64."""
     u = _uniform(rng, shape)
     return u.log() - torch.log1p(-u)
 
@@ -41,14 +41,14 @@ def _uniform(rng: np.random.Generator, shape: Sequence[int]) -> Tensor:
 
 
 def relaxed_bernoulli(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """A relaxed (concrete) sample in (0, 1): sigmoid((a + noise) / temperature).
+    """Return a relaxed (concrete) sample in (0, 1): sigmoid((a + noise) / temperature).
 
-    It exceeds 1/2 with probability sigmoid(a) exactly, whatever the temperature; its mean is not sigmoid(a).
+    It exceeds 1/2 with probability sigmoid(a) at every temperature; its mean is not sigmoid(a).
 
     Args:
         logits: a, the log odds, any shape.
         noise: from :func:`logistic`, same shape.
-        temperature: towards 0 the samples become binary.
+        temperature: as it approaches 0, samples become binary.
 
     Example:
         >>> relaxed_bernoulli(torch.zeros(3), torch.tensor([-9.0, 0.0, 9.0]), 0.5).round(decimals=3)
@@ -58,7 +58,7 @@ def relaxed_bernoulli(logits: Tensor, noise: Tensor, temperature: float) -> Tens
 
 
 def log_kumaraswamy(c: Tensor, d: Tensor, log_u: Tensor) -> Tensor:
-    """The logarithm of v, for v = (1 - u^(1/d))^(1/c), a sample of Kumaraswamy(c, d).
+    """Return log v for v = (1 - u^(1/d))^(1/c), a sample of Kumaraswamy(c, d).
 
     Args:
         c: first shape parameter, positive.
@@ -73,7 +73,7 @@ def log_kumaraswamy(c: Tensor, d: Tensor, log_u: Tensor) -> Tensor:
 
 
 def kumaraswamy_moment(c: Tensor, d: Tensor, order: float = 1.0) -> Tensor:
-    """E[v^n] = d Beta(1 + n / c, d) for v of Kumaraswamy(c, d).
+    """Compute E[v^n] = d Beta(1 + n / c, d) for v of Kumaraswamy(c, d).
 
     Example:
         >>> kumaraswamy_moment(torch.tensor(3.0), torch.tensor(1.0))  # c / (c + 1)
@@ -84,9 +84,9 @@ def kumaraswamy_moment(c: Tensor, d: Tensor, order: float = 1.0) -> Tensor:
 
 
 def kl_kumaraswamy_beta(c: Tensor, d: Tensor, alpha: float) -> Tensor:
-    """KL(Kumaraswamy(c, d) || Beta(alpha, 1)), elementwise, in closed form.
+    """Compute KL(Kumaraswamy(c, d) || Beta(alpha, 1)), elementwise, in closed form.
 
-    The infinite series of the general formula is multiplied by (second shape of the Beta - 1), which is 0 here.
+    The infinite series of the general formula has the factor (second shape of the Beta - 1), which is 0 here.
 
     Example:
         >>> kl_kumaraswamy_beta(torch.tensor(3.0), torch.tensor(0.5), 2.0)
@@ -97,7 +97,7 @@ def kl_kumaraswamy_beta(c: Tensor, d: Tensor, alpha: float) -> Tensor:
 
 
 def kl_normal(mean: Tensor, log_std: Tensor) -> Tensor:
-    """KL(N(mean, std^2) || N(0, 1)), elementwise.
+    """Compute KL(N(mean, std^2) || N(0, 1)), elementwise.
 
     Example:
         >>> kl_normal(torch.tensor([0.0, 1.0]), torch.zeros(2))
@@ -107,7 +107,7 @@ def kl_normal(mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def log_odds(log_p: Tensor) -> Tensor:
-    """Log p - log(1 - p) of probabilities below 1 that are given as logarithms.
+    """Compute log p - log(1 - p) from log p, for probabilities below 1.
 
     Example:
         >>> log_odds(torch.tensor([0.5, 0.2]).log()).round(decimals=4)
@@ -117,7 +117,7 @@ def log_odds(log_p: Tensor) -> Tensor:
 
 
 def log_sticks(log_v: Tensor) -> Tensor:
-    """Logarithms of the sticks p_k = v_1 v_2 ... v_k, kept just below 0.
+    """Compute the logarithms of the sticks p_k = v_1 v_2 ... v_k, clamped just below 0.
 
     Args:
         log_v: logarithms of the fractions v, shape (..., F).
@@ -130,7 +130,7 @@ def log_sticks(log_v: Tensor) -> Tensor:
 
 
 def kl_bernoulli(logits: Tensor, log_p: Tensor) -> Tensor:
-    """KL(Bernoulli(sigmoid(logits)) || Bernoulli(p)), elementwise.
+    """Compute KL(Bernoulli(sigmoid(logits)) || Bernoulli(p)), elementwise.
 
     Args:
         logits: log odds of the posterior.
@@ -146,7 +146,7 @@ def kl_bernoulli(logits: Tensor, log_p: Tensor) -> Tensor:
 
 
 def prior_mean(factors: int, alpha: float) -> Tensor:
-    """E[p_k] = (alpha / (alpha + 1))^k for k = 1 ... F, when v_k ~ Beta(alpha, 1); float64, shape (F,).
+    """Compute E[p_k] = (alpha / (alpha + 1))^k for k = 1 ... F and v_k ~ Beta(alpha, 1); float64, shape (F,).
 
     Example:
         >>> prior_mean(3, 1.0)
@@ -156,7 +156,7 @@ def prior_mean(factors: int, alpha: float) -> Tensor:
 
 
 def expected_active(factors: int, alpha: float) -> float:
-    """How many of F factors are active under the prior on average: alpha (1 - (alpha / (alpha + 1))^F).
+    """Compute the expected number of active factors of F under the prior: alpha (1 - (alpha / (alpha + 1))^F).
 
     Example:
         >>> round(expected_active(120, 96.0), 3)
@@ -166,7 +166,7 @@ def expected_active(factors: int, alpha: float) -> float:
 
 
 def softplus_inverse(y: float) -> float:
-    """The x with softplus(x) = y, for y > 0.
+    """Compute the x with softplus(x) = y, for y > 0.
 
     Example:
         >>> round(math.log1p(math.exp(softplus_inverse(2.0))), 12)

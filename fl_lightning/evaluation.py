@@ -1,4 +1,4 @@
-"""Every client with its own model on its own samples; clients that share a model in one batched pass."""
+"""Evaluation of every client with its own model on its own samples; clients that share a model are batched."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fl_lightning.wire import State, fast_copy
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
-#: Samples in one forward pass; what convolutions make of larger batches leaves the cache and takes longer.
+#: Samples per forward pass; larger batches of convolutions overflow the cache and are slower.
 SAMPLES, SAMPLES_CONVOLVED = 512, 128
-#: Personal models stacked in one forward pass, and samples of all of them together.
+#: Personal models stacked per forward pass, and total samples of such a pass.
 MODELS, STACKED_SAMPLES = 20, 2048
-#: Bytes of normalised inputs that are kept from one evaluation to the next.
+#: Maximum size in bytes of the normalised inputs cached between evaluations.
 KEPT = 2**27
 
 #: A client's row in the data, its model's outputs and its targets.
@@ -37,7 +37,7 @@ ClientOutput = tuple[int, Tensor, Tensor]
 
 
 class Samples(NamedTuple):
-    """The samples of several clients, one client after the other."""
+    """The samples of several clients, concatenated."""
 
     places: Tensor
     sizes: list[int]
@@ -52,33 +52,33 @@ class Samples(NamedTuple):
 
 
 class Personal(NamedTuple):
-    """The model that a client is evaluated with."""
+    """The model on which a client is evaluated."""
 
     row: int
-    """The client's place in the data."""
+    """The client's row in the data."""
     state: State
     shared: bool
-    """Whether all of it was received, so that other clients may have the very same tensors."""
+    """Whether all entries were received, so that other clients may have the identical tensors."""
 
 
 class Scorer:
-    """Runs personal models on their clients' samples, many at a time."""
+    """Runs personal models on their clients' samples, in batches."""
 
     def __init__(self) -> None:
         self._inputs: dict[tuple[Any, ...], Tensor] = {}
         self._last: dict[Split, tuple[Any, Samples]] = {}
 
     def clear(self) -> None:
-        """Forget inputs that were kept."""
+        """Drop cached inputs."""
         self._inputs.clear()
         self._last.clear()
 
     def outputs(
         self, method: NamedModel, federation: Federation, models: Iterable[Personal], split: Split
     ) -> Iterator[ClientOutput]:
-        """Scores and labels of each client's samples with its model.
+        """Yield the outputs of each client's model on its samples, with the targets.
 
-        No sample of another client, nor padding, is in a batch that the net normalises over.
+        A batch that the net normalises over contains samples of one client only, and no padding.
         """
         if method.functional.always_batch_statistics:
             for model in models:
@@ -108,7 +108,7 @@ class Scorer:
             try:
                 yield from _stacked(method, federation, models, split)
                 return
-            except Exception:  # whatever a net does that vmap cannot: one after the other
+            except Exception:  # the net does something that vmap cannot: run models one by one
                 method.functional.stackable = False
         for model in models:
             yield from self._one_model(method, federation, [model.row], model.state, split)
@@ -116,14 +116,14 @@ class Scorer:
     def _one_model(
         self, method: NamedModel, federation: Federation, rows: list[int], state: State, split: Split
     ) -> Iterator[ClientOutput]:
-        """All samples of clients that share a model, in large batches across clients."""
+        """Run a model shared by several clients on all their samples, in large batches across clients."""
         state, own = fast_copy(state), self._own(federation, rows, split)
         ready = self.ready(method, federation, own.places, (split, *rows))
         batches = [scores_of(method, state, x) for x in ready(batch_size(state))]
         return zip(rows, torch.split(torch.cat(batches), own.sizes), own.targets, strict=True)
 
     def _own(self, federation: Federation, rows: list[int], split: Split) -> Samples:
-        """The clients' samples; those asked for last are remembered."""
+        """Return the clients' samples; the last request of each split is cached."""
         key = (id(federation), rows)
         if split not in self._last or self._last[split][0] != key:
             self._last[split] = key, Samples.of(federation, rows, split)
@@ -132,7 +132,7 @@ class Scorer:
     def ready(
         self, method: NamedModel, federation: Federation, index: Tensor, key: tuple[Any, ...]
     ) -> Callable[[int], Iterable[Tensor]]:
-        """Normalised inputs in batches of a given size; where they are few they are kept for the next evaluation."""
+        """Return a function from batch size to batches of normalised inputs, cached if they are few."""
         dtype = method.compute_dtype
         key = (id(federation), dtype, *key)
         if key not in self._inputs:
@@ -144,40 +144,40 @@ class Scorer:
 
 
 def scores_of(method: NamedModel, state: State, x: Tensor) -> Tensor:
-    """Scores of one model for a batch; convolutions that are fast in a stack are made as if this was one."""
+    """Return the outputs of one model for a batch, using the stack's layout for convolutions where it is faster."""
     with StackLayout(mapped=False) if fast_in_stack(state) else nullcontext():
         return method.call(state, x, training=False)[0]
 
 
 def batch_size(state: State) -> int:
-    """Samples in one forward pass of a model."""
+    """Return the number of samples per forward pass of a model."""
     return SAMPLES_CONVOLVED if any(value.dim() >= 4 for value in state.values()) else SAMPLES
 
 
 def scored(outputs: Iterable[ClientOutput], device: torch.device, task: Task) -> Scores:
-    """Losses and metrics of clients out of their models' outputs, each client whole."""
+    """Compute losses and metrics of clients from their models' outputs, each client's in one tensor."""
     rows, found, targets = zip(*outputs, strict=True)
     clients, total = torch.tensor(rows, device=device), torch.tensor([len(t) for t in targets], device=device)
     per_client = PerClient(task.known_metrics(task.channels(found[0])), len(rows))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as that a client has no sample of some class
+        warnings.simplefilter("ignore")  # for example that a client has no sample of some class
         per_client.update(range(len(rows)), [task.scores(output) for output in found], targets)
     metrics = {name: value.to(device) for name, value in per_client.compute().items()}
     return Scores(clients, _summed_losses(found, targets, total, task), total, metrics)
 
 
 def _summed_losses(outputs: Sequence[Tensor], targets: Sequence[Tensor], total: Tensor, task: Task) -> Tensor:
-    """Summed loss of every client, float64; cross entropy for all clients at once."""
+    """Return the summed loss of every client in float64; cross entropy is computed for all clients at once."""
     if type(task).loss is not Classification.loss:
         losses = [task.loss(output.double(), target) for output, target in zip(outputs, targets, strict=True)]
         return torch.stack(losses).double() * total
     each = F.cross_entropy(torch.cat(list(outputs)).double(), torch.cat(list(targets)), reduction="none")
-    owner = torch.repeat_interleave(total)  # of every sample, the place of its client
+    owner = torch.repeat_interleave(total)  # index of the client of each sample
     return each.new_zeros(len(total)).index_add_(0, owner, each)
 
 
 class Evaluator:
-    """Collects what clients score in an evaluation and keeps the last scores of each split.
+    """Collects the clients' scores of an evaluation and keeps the last scores of each split.
 
     Attributes:
         scores: the headline metric of every client by split, shape (clients,), NaN where a client was not evaluated.
@@ -190,17 +190,17 @@ class Evaluator:
         self._scorer = Scorer()
 
     def prepare(self, num_clients: int) -> None:
-        """Get ready for a federation of so many clients."""
+        """Prepare for a federation of ``num_clients``."""
         self._scorer.clear()
         self._clients = num_clients
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was collected since the last evaluation began."""
+        """Drop what was collected since the evaluation began."""
         self.collected = {}
 
     def update(self, module: FederatedModule, clients: Tensor, split: Split) -> None:
-        """Let some clients evaluate.
+        """Evaluate some clients.
 
         Args:
             module: the method.
@@ -214,23 +214,23 @@ class Evaluator:
             self.known(name)[rows] = values.detach().cpu().double()
 
     def known(self, name: str) -> Tensor:
-        """A metric of every client in the evaluation under way, shape (clients,), NaN for clients not yet seen."""
+        """Return a metric of every client in the running evaluation, shape (clients,), NaN if not yet evaluated."""
         empty = torch.full((self._clients,), torch.nan, dtype=torch.float64)
         return self.collected.setdefault(name, empty)
 
     def headline(self, task: Task) -> Tensor:
-        """The task's headline metric of every client in the evaluation under way; as :meth:`known`."""
+        """Return the task's headline metric of every client in the running evaluation; see :meth:`known`."""
         return self.known(task.headline).clone()
 
     def compute(self, module: FederatedModule, split: Split) -> dict[str, Tensor]:
-        """Metrics to log: mean, spread and worst tenth over clients; the server's models on the global test set."""
+        """Return metrics to log: mean, spread and worst tenth of clients; global models on the global test set."""
         task, logs = module.task, dict[str, Tensor]()
         self.scores[split] = self.known(task.headline).clone()
         metrics = task.known_metrics(2)
         for name, values in self.collected.items():
             if name == "loss":
                 continue
-            better = task.higher_is_better if name == task.headline else _rises(metrics.get(name))
+            better = task.higher_is_better if name == task.headline else _higher_is_better(metrics.get(name))
             summary = client_summary(values, better)
             logs |= {f"{split}/{name}": summary["mean"], f"{split}/{name}_std": summary["std"]}
             logs[f"{split}/{name}_worst10"] = summary["worst10"]
@@ -244,7 +244,7 @@ class Evaluator:
         return logs
 
     def _global(self, module: FederatedModule, federation: Federation, state: State) -> dict[str, Tensor]:
-        """The task's metrics of a model on the test set that belongs to nobody."""
+        """Return the task's metrics of a model on the global test set."""
         assert federation.global_test is not None
         index, state, task = federation.global_test, fast_copy(state), module.task
         samples, ready = batch_size(state), self._scorer.ready(module, federation, index, ("global",))
@@ -257,40 +257,40 @@ class Evaluator:
         return {name: value[0] for name, value in found.compute().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The last scores, for a checkpoint."""
+        """Return the last scores, for a checkpoint."""
         return dict(self.scores)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back saved scores."""
+        """Restore saved scores."""
         self.scores = dict(state)
 
 
-def _rises(metric: Metric | None) -> bool:
-    """Whether more of a metric is better; of one that a net logs, or that does not say, it is taken for granted."""
+def _higher_is_better(metric: Metric | None) -> bool:
+    """Return whether higher is better; true for metrics that do not say, such as those logged by a net."""
     return metric is None or metric.higher_is_better is not False
 
 
 def evaluation_setting(module: FederatedModule) -> Setting:
-    """Messages to clients in an evaluation."""
+    """Return the setting of an evaluation."""
     checking = module._trainer is not None and module._trainer.sanity_checking
     return module.setting(SANITY_CHECK if checking else EVALUATION)
 
 
 @torch.no_grad()
 def mean_loss(method: NamedModel, state: State, data: LocalData, split: Split = "train") -> Tensor:
-    """Mean loss of a model over all of a client's samples: one pass in a fixed order, nothing drawn.
+    """Return the mean loss of a model over all of a client's samples, in one deterministic pass.
 
-    The net is in eval mode (no dropout, running statistics) and samples are not augmented, so the value is that of
-    the model alone and the same on every call.
+    The net is in eval mode (no dropout, running statistics) and samples are not augmented, so the value depends on the
+    model alone.
 
     Args:
-        method: the method, for its net and its loss.
+        method: provides the net and the loss.
         state: the model, at least all entries of the net.
         data: the client's samples.
-        split: which of them.
+        split: the split to use.
 
     Returns:
-        The mean, 0-dim, summed up in float64.
+        The mean, 0-dim, accumulated in float64.
     """
     state, count = fast_copy(state), 0
     total = torch.zeros((), dtype=torch.float64, device=data.source.device)
@@ -302,17 +302,17 @@ def mean_loss(method: NamedModel, state: State, data: LocalData, split: Split = 
 
 @torch.no_grad()
 def mean_losses(method: NamedModel, states: Sequence[State], data: LocalData, split: Split = "train") -> Tensor:
-    """Mean loss of several models over all of a client's samples in one pass, as :func:`mean_loss`, shape (K,)."""
+    """Return the mean losses of several models over all of a client's samples in one pass, shape (K,)."""
     if method.functional.stackable and len(states) > 1:
         try:
             return _stacked_losses(method, states, data, split)
-        except Exception:  # whatever a net does that vmap cannot: one after the other
+        except Exception:  # the net does something that vmap cannot: run models one by one
             method.functional.stackable = False
     return torch.stack([mean_loss(method, state, data, split) for state in states])
 
 
 def _stacked_losses(method: NamedModel, states: Sequence[State], data: LocalData, split: Split) -> Tensor:
-    """Mean losses of stacked models on the same samples."""
+    """Return the mean losses of stacked models on the same samples."""
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
     total, count = torch.zeros(len(states), dtype=torch.float64, device=data.source.device), 0
     for inputs, labels in data.batches(batch_size(states[0]), method.compute_dtype, split):
@@ -327,12 +327,12 @@ def _stacked_losses(method: NamedModel, states: Sequence[State], data: LocalData
 
 
 def _identity(state: State) -> tuple[Any, ...]:
-    """A key that two models have in common if they are the same tensors."""
+    """Return a key that is equal for two models with the same tensors."""
     return tuple((name, value.data_ptr(), value.shape) for name, value in state.items())
 
 
 def _stacked(method: NamedModel, federation: Federation, models: list[Personal], split: Split) -> list[ClientOutput]:
-    """Clients with a model each: models stacked, samples padded to the longest and cut again."""
+    """Evaluate clients with a model each: models are stacked, samples padded to the longest and cut again."""
     states = [model.state for model in models]
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
     parts = [federation.index(split)[model.row] for model in models]

@@ -1,4 +1,4 @@
-"""The exchange between server and clients: who answers is a :class:`Clients`, here, in other processes or elsewhere."""
+"""The exchange between server and clients: a :class:`Clients` runs them here, in other processes or at remote sites."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """Scores of clients, one number for each: summed losses, samples, metrics; samples never leave them."""
+    """Scores of clients, one number per client: summed losses, sample counts, metrics. No samples."""
 
     clients: Tensor
     loss: Tensor
@@ -30,7 +30,7 @@ class Scores(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
-        """The scores of clients that answered apart."""
+        """Concatenate the scores of clients that were evaluated separately."""
         metrics = {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics}
         clients, loss, total = (torch.cat(tensors) for tensors in zip(*(part[:3] for part in parts), strict=True))
         return cls(clients, loss, total, metrics)
@@ -39,49 +39,49 @@ class Scores(NamedTuple):
 class Clients(Protocol):
     """All clients of a run, as its server sees them."""
 
-    #: True if the clients are simulated here, so that their data can be looked at for reports.
+    #: True if the clients are simulated in this process, so that reports may read their data.
     simulated: bool
 
     def introduce(self) -> Sequence[Introduction]:
-        """Let every client introduce itself, in the order of their numbers."""
+        """Return every client's introduction, in the order of their numbers."""
         ...
 
     def train(self, setting: Setting, messages: Messages, max_steps: int | None = None) -> Iterator[Returned]:
-        """Train clients and yield what they return, as they end; of several processes each yields its own share.
+        """Train clients and yield their results as they finish; each of several processes yields its own share.
 
         Args:
             setting: round and stage.
-            messages: what the server sends, by the numbers of the cohort.
-            max_steps: local steps at most, for trials; None does not bound them.
+            messages: the server's messages, by the numbers of the cohort.
+            max_steps: maximum number of local steps, for trials; None means no limit.
         """
         ...
 
     def gather(self, returned: list[Returned]) -> list[Returned]:
-        """Gather the replies of all processes' clients, in the order of their numbers."""
+        """Gather the results of all processes, in the order of the clients' numbers."""
         ...
 
     def commit(self, numbers: Iterable[int], round: int) -> None:
-        """Let these clients keep what they came to in the stage that ends; all others keep what they had."""
+        """Store the new private entries of these clients at the end of a stage; other clients keep the old ones."""
         ...
 
     def reset(self) -> None:
-        """Forget what was prepared for a run, and stop what works for it."""
+        """Drop everything prepared for a run, and stop its workers."""
         ...
 
     def evaluate(self, setting: Setting, messages: Messages, split: Split) -> Scores:
-        """Let clients score the models that they make of these messages, on their own samples."""
+        """Let clients score the models made from these messages, on their own samples."""
         ...
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
-        """Evaluate clients with these messages, and return their reports."""
+        """Return the reports of clients that are evaluated with these messages."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The clients' state for a checkpoint: plain dicts of tensors, numbers and strings."""
+        """Return the clients' state for a checkpoint: plain dicts of tensors, numbers and strings."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         ...
 
 
@@ -91,9 +91,9 @@ class Trained:
 
     Args:
         me: the client.
-        up: what it sends.
-        keep: what it keeps; None keeps what it had.
-        loss: mean loss of its steps, NaN if it took none.
+        up: the entries that it sends.
+        keep: the entries that it keeps; None keeps the old ones.
+        loss: mean loss over its steps, NaN if it took none.
         steps: number of its steps.
     """
 
@@ -112,15 +112,15 @@ def train_clients(
     max_steps: int | None = None,
     plan: LocalMethod | None = None,
 ) -> list[Trained]:
-    """One round of a stack of clients: enter, train, survey, leave. Nothing is kept.
+    """Run one round for a stack of clients: enter, train, survey, leave. Nothing is stored.
 
     Args:
         method: the client's side.
-        engine: trains the stack.
+        engine: the engine that trains the stack.
         received: the messages to the clients, by their numbers.
         mes: the clients, all in the same round and stage.
-        max_steps: local steps at most; None does not bound them.
-        plan: what they train by; None means what the method says.
+        max_steps: maximum number of local steps; None means no limit.
+        plan: the local method; None means the one of ``method.plan``.
     """
     federation, rows = together([me.data for me in mes])
     with in_round(method, mes[0].round, mes[0].rounds):
@@ -141,12 +141,12 @@ def train_clients(
 
 @contextmanager
 def in_round(method: NamedModel, round: int, rounds: int) -> Iterator[None]:
-    """Let the learning rate be that of a round; either side of a method may ask for it.
+    """Set the learning rate of a round, for either side of a method.
 
     Args:
         method: the method.
         round: the round, from 0.
-        rounds: how many rounds the run has, -1 if that is open.
+        rounds: number of rounds of the run, -1 if unlimited.
     """
     before = method.local
     method.local = before.in_round(round, rounds)
@@ -157,14 +157,14 @@ def in_round(method: NamedModel, round: int, rounds: int) -> Iterator[None]:
 
 
 def in_stacks(mes: Sequence[Me], width: int) -> list[Sequence[Me]]:
-    """The clients in stacks of at most ``width``, similar sizes together."""
+    """Split the clients into stacks of at most ``width``, with clients of similar size together."""
     order = sorted(mes, key=lambda me: (-len(me.data), me.number))
     return [order[start : start + width] for start in range(0, len(order), width)]
 
 
 @contextmanager
 def no_autocast_cache() -> Iterator[None]:
-    """Keep no low-precision copies of weights: local steps change weights in place, so copies would be stale."""
+    """Disable autocast's weight cache: local steps change weights in place, so cached copies would be stale."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""A user's own LightningModule, made federated: its ``training_step`` is the clients' objective."""
+"""Federated training of a user's own LightningModule: its ``training_step`` is the clients' objective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.nets import Asked, LossNet
 from fl_lightning.schedules import Table
 
-#: Hooks that change what a training step does; local training calls none of them.
+#: Hooks that change a training step; local training calls none of them.
 IN_STEPS = (
     "backward",
     "configure_gradient_clipping",
@@ -41,7 +41,7 @@ IN_STEPS = (
     "optimizer_zero_grad",
     "transfer_batch_to_device",
 )
-#: Hooks of a run, its epochs and its checkpoints, which belong to the server; a callback can do what they do.
+#: Hooks of the run, its epochs and its checkpoints, which belong to the server; use a callback instead.
 OF_THE_RUN = (
     "configure_callbacks",
     "configure_model",
@@ -69,34 +69,34 @@ OF_THE_RUN = (
     "setup",
     "teardown",
 )
-#: Options of torch's optimizers that change the step and that local optimizers do not have.
+#: Options of torch's optimizers that change the step and that local optimizers lack.
 UNKNOWN = ("amsgrad", "dampening", "maximize")
-#: Epochs of which a scheduler's learning rates are noted; the last one stays.
+#: Maximum number of epochs for which a scheduler's learning rates are tabulated; the last one is repeated.
 NOTED_EPOCHS = 10_000
 
 
 def federate(module: LightningModule, method: type[FederatedModule] = FedAvg, **options: Any) -> FederatedModule:
-    """Make a federated method of a LightningModule.
+    """Turn a LightningModule into a federated method.
 
-    Clients minimise what its ``training_step((inputs, targets), batch_idx)`` returns, with the optimizer, the parameter
-    groups and the scheduler by epochs that its ``configure_optimizers`` returns. They are evaluated on the scores that
-    its ``forward(inputs)`` returns, and on what it logs in ``validation_step`` and ``test_step``, once with all samples
-    of a client. What it logs in a training step is not logged: a step is one of many clients', which know no Trainer,
-    and for which ``self.current_epoch`` and ``self.global_step`` are always 0. An epoch of a scheduler is a pass of a
-    client over its data, counted over all rounds.
+    Clients minimise the loss that ``training_step((inputs, targets), batch_idx)`` returns, with the optimizer, the
+    parameter groups and the epoch-wise scheduler of ``configure_optimizers``. They are evaluated on the scores of
+    ``forward(inputs)`` and on the metrics logged by ``validation_step`` and ``test_step``, called once with all samples
+    of a client. Metrics logged in a training step are discarded: many clients share the module, which has no Trainer,
+    and ``self.current_epoch`` and ``self.global_step`` are always 0. A scheduler's epoch is one pass of a client over
+    its data, counted over all rounds.
 
     Args:
-        module: the module; it is copied and stays as it is.
+        module: the module; it is copied and left unchanged.
         method: any method of ``fl_lightning.methods``, or one of your own.
-        options: the method's options (``epochs``, ``batch_size``, ``mu``, ...). The optimizer is the module's unless
-            ``lr`` is given, with which the module is not asked.
+        options: the method's options (``epochs``, ``batch_size``, ``mu``, ...). If ``lr`` is among them, the module's
+            ``configure_optimizers`` is not called.
 
     Returns:
         The method, for ``Trainer(max_epochs=rounds).fit(method, datamodule)``. Its net is the copied module:
         ``method.net.module``.
 
     Raises:
-        FederationError: if the module does something in training that clients cannot do.
+        FederationError: if the module's training uses something that clients cannot do.
     """
     _check(module)
     settings = {} if "lr" in options else local_settings(module)
@@ -115,18 +115,18 @@ class LightningNet(LossNet):
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module = copy.deepcopy(module)
-        # Not attached to a Trainer, and called for many clients at once: there is nowhere to log to.
+        # Without a Trainer, and shared by many clients, the module has nowhere to log to.
         self.module.log = self.module.log_dict = _nothing  # type: ignore[method-assign]
         self._steps = {
             split: name
             for split, name in (("val", "validation_step"), ("test", "test_step"))
             if getattr(type(module), name) is not getattr(LightningModule, name)
         }
-        if "val" in self._steps:  # what is held out for validation may be nothing, and the test samples stand for it
+        if "val" in self._steps:  # without held-out samples, test samples are used for validation
             self._steps.setdefault("test", "validation_step")
 
     def forward(self, batch: Tensor | tuple[Tensor, Tensor] | Asked) -> Any:
-        """The loss of a pair of inputs and targets, the scores of inputs alone, or what is logged of samples."""
+        """Return the loss of (inputs, targets), the scores of inputs, or the metrics logged for samples."""
         if isinstance(batch, Asked):
             return self._logged(batch)
         if not isinstance(batch, tuple):
@@ -141,16 +141,16 @@ class LightningNet(LossNet):
         return loss
 
     def logs(self, split: str) -> bool:
-        """Whether the module has a step for a split, in which it may log."""
+        """Return whether the module has a step for a split, in which it may log."""
         return split in self._steps
 
     def _called(self, step: str, batch: tuple[Tensor, Tensor]) -> Any:
-        """A step of the module, which may or may not take the number of its batch."""
+        """Call a step of the module, with or without the batch index."""
         function = getattr(self.module, step)
         return function(batch, 0) if len(inspect.signature(function).parameters) > 1 else function(batch)
 
     def _logged(self, asked: Asked) -> dict[str, Tensor]:
-        """Metrics that the module logs of samples in one batch, by name; its metric objects begin anew."""
+        """Return the metrics that the module logs for samples in one batch, by name."""
         found: dict[str, Any] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -168,15 +168,15 @@ class LightningNet(LossNet):
 
 
 def _number(name: str, value: Any) -> Tensor:
-    """A logged value as a tensor of one number."""
+    """Convert a logged value to a 0-dim tensor."""
     number = torch.as_tensor(value.compute() if isinstance(value, Metric) else value).detach()
     if number.numel() != 1:
-        raise FederationError(f"{name} is logged with {number.numel()} numbers for a client: log one.")
+        raise FederationError(f"{name} is logged with {number.numel()} values per client: log one.")
     return number.reshape(()).double()
 
 
 def local_settings(module: LightningModule) -> dict[str, Any]:
-    """How clients train, as options of a method, by the optimizer and the scheduler that a module configures."""
+    """Translate the optimizer and scheduler of a module into options of a method."""
     name = f"{type(module).__name__}.configure_optimizers"
     try:
         found: Any = module.configure_optimizers()
@@ -208,11 +208,11 @@ def local_settings(module: LightningModule) -> dict[str, Any]:
 
 
 def _rule(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> LocalOptimizer:
-    """The local optimizer that steps as a parameter group does."""
+    """Translate a parameter group into a local optimizer."""
     kind = type(optimizer).__name__
     if type(optimizer) is not getattr(torch.optim, kind, None) or kind not in OPTIMIZERS:
         raise FederationError(
-            f"{name} returns {kind}, but clients train with {', '.join(OPTIMIZERS)} of torch.optim: choose."
+            f"{name} returns {kind}, but clients train with {', '.join(OPTIMIZERS)} of torch.optim: use one of these."
         )
     for option in UNKNOWN:
         if group.get(option):
@@ -226,15 +226,15 @@ def _rule(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> LocalOpt
 
 
 def _schedule(scheduler: Any, optimizer: Optimizer, every: int, name: str) -> Table:
-    """Factors of a scheduler, epoch by epoch."""
+    """Tabulate the factors of a scheduler, epoch by epoch."""
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise FederationError(
-            f"{name} returns {type(scheduler).__name__}, which follows what a Trainer measures: return a scheduler "
-            "that follows epochs alone."
+            f"{name} returns {type(scheduler).__name__}, which depends on metrics of a Trainer: return a scheduler "
+            "that depends on epochs alone."
         )
     factors: list[float] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer takes no steps
+        warnings.simplefilter("ignore")  # no optimizer step was taken before the scheduler's
         while len(factors) < NOTED_EPOCHS:
             now = [float(g["lr"]) / (float(g["initial_lr"]) or 1.0) for g in optimizer.param_groups]
             if max(now) - min(now) > 1e-12 * max(1.0, *now):
@@ -242,7 +242,7 @@ def _schedule(scheduler: Any, optimizer: Optimizer, every: int, name: str) -> Ta
             factors += [now[0]] * every
             try:
                 scheduler.step()
-            except ValueError:  # a schedule that ends, and does not say what follows
+            except ValueError:  # some schedulers raise after their last step
                 break
     last = len(factors)
     while last > 1 and factors[last - 1] == factors[last - 2]:
@@ -251,7 +251,7 @@ def _schedule(scheduler: Any, optimizer: Optimizer, every: int, name: str) -> Ta
 
 
 def _only(found: Any, name: str) -> tuple[Optimizer, Any, int]:
-    """The one optimizer among all that Lightning lets a module return, its scheduler, and epochs between its steps."""
+    """Unpack Lightning's formats of ``configure_optimizers``: one optimizer, its scheduler, and its frequency."""
     schedulers: Any = None
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
         found, schedulers = found
@@ -277,31 +277,29 @@ def _only(found: Any, name: str) -> tuple[Optimizer, Any, int]:
 
 
 def _check(module: LightningModule) -> None:
-    """Refuse modules that train in a way that clients cannot."""
+    """Reject modules whose training cannot be federated."""
     name = type(module).__name__
     if isinstance(module, FederatedModule):
         raise FederationError(f"{name} is a federated method already: fit it as it is.")
     if not isinstance(module, LightningModule):
-        raise FederationError(f"federate takes a LightningModule; a plain net goes to a method: FedAvg({name}(...)).")
+        raise FederationError(f"federate takes a LightningModule; pass a plain net to a method: FedAvg({name}(...)).")
     if not module.automatic_optimization:
         raise FederationError(f"{name} optimizes manually, which cannot be split into clients' steps: return a loss.")
     if type(module).training_step is LightningModule.training_step:
         raise FederationError(f"{name} has no training_step.")
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise FederationError(f"{name}.training_step takes dataloader_iter, but clients get batches: take a batch.")
-    own = [hook for hook in (*IN_STEPS, *OF_THE_RUN) if getattr(type(module), hook) is not _lightnings(hook)]
+    own = [hook for hook in (*IN_STEPS, *OF_THE_RUN) if getattr(type(module), hook) is not _original(hook)]
     if own:
         caller, place = ("local training", "training_step") if own[0] in IN_STEPS else ("a federated run", "a callback")
-        raise FederationError(
-            f"{name} overrides {own[0]}, which {caller} does not call: put what it does into {place}."
-        )
+        raise FederationError(f"{name} overrides {own[0]}, which {caller} does not call: move its code into {place}.")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise FederationError(f"{name} has no trainable parameters.")
 
 
-def _lightnings(hook: str) -> Any:
+def _original(hook: str) -> Any:
     return getattr(LightningModule, hook)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Ignore metrics that a client logs in a step."""
+    """Discard metrics that a client logs in a step."""

@@ -1,6 +1,6 @@
-"""The data of a federation: tensors in memory and, per client, the indices it owns.
+"""The data of a federation: all samples as tensors in memory, and the sample indices of each client.
 
-No ``DataLoader`` and no object per sample: batches are gathered by index and normalised as a batch.
+There is no ``DataLoader`` and no object per sample: batches are gathered by index and normalised as a batch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from fl_lightning.errors import FederationError
 
 Split = Literal["train", "val", "test"]
-#: ``augment(inputs, rng)`` changes one client's raw batch, shape (B, ...), with draws from ``rng`` alone.
+#: ``augment(inputs, rng)`` transforms one client's raw batch, shape (B, ...), using ``rng`` as its only randomness.
 Augment = Callable[[Tensor, np.random.Generator], Tensor]
 
 
 @dataclass(frozen=True)
 class ClientIndex:
-    """Which samples belong to which client: one flat index tensor and where each client's part begins.
+    """Sample indices of every client: one flat index tensor with offsets.
 
     Args:
         flat: sample indices of all clients, client after client, int64, shape (total,).
@@ -45,7 +45,7 @@ class ClientIndex:
             if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
                 kind = f"{array.dtype}" if array.ndim == 1 else f"an array of shape {array.shape}"
                 raise FederationError(
-                    f"Client {client}'s indices must be a list of whole numbers, the places of its samples, not {kind}."
+                    f"Client {client}'s indices must be a list of integers, the positions of its samples, not {kind}."
                 )
         arrays = [array.astype(np.int64) for array in arrays]
         flat = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
@@ -69,30 +69,30 @@ class ClientIndex:
         return self.offsets.diff()
 
     def to(self, device: torch.device) -> ClientIndex:
-        """The same index with its samples' numbers on ``device`` (offsets stay on the host)."""
+        """Return this index with the sample indices on ``device``; offsets stay on the host."""
         return replace(self, flat=self.flat.to(device))
 
 
 @dataclass(frozen=True)
 class Federation:
-    """Everything a federated run needs to know of its data.
+    """All data of a federated run, with its preprocessing.
 
     Args:
         inputs: all samples as stored (uint8 images, float features, int64 tokens), shape (n, ...).
-        targets: what is to be predicted of each sample: classes, int64, shape (n,), or anything of shape (n, ...).
-        train: the indices that each client trains on.
-        test: the indices that each client is tested on.
-        num_classes: number of classes; 0 where targets are not one class for each sample.
-        val: held-out part of each client's training data, if any; after a round clients are then
-            evaluated on it rather than on ``test``. Of a client with one sample it is empty.
-        global_test: indices of a test set that belongs to nobody, if the data has one, shape (m,).
+        targets: the targets: classes, int64, shape (n,), or anything of shape (n, ...).
+        train: every client's training samples.
+        test: every client's test samples.
+        num_classes: number of classes; 0 if targets are not one class per sample.
+        val: held-out part of each client's training samples, if any; clients are then evaluated on it after each
+            round, instead of on ``test``. It is empty for a client with a single sample.
+        global_test: indices of a test set that no client owns, if there is one, shape (m,).
         mean: subtracted from the inputs of a batch, broadcast over (B, ...); None leaves inputs as stored.
-        std: divides the inputs of a batch, as ``mean``.
-        label_maps: own label permutation of every client, int64, shape (clients, classes); None means no relabelling.
-        augment: changes a raw training batch of one client, drawing from that client's stream alone.
-        meta: what is known of the clients, one value each (mode, dominant class, user).
-        numbers: number of every client in the whole federation, where this is a part of it (one site's data); their
-            random streams go by it. None numbers them from 0.
+        std: divides the inputs of a batch, like ``mean``.
+        label_maps: label permutation of every client, int64, shape (clients, classes); None means no relabelling.
+        augment: transforms a raw training batch of one client, using only that client's RNG stream.
+        meta: known properties of the clients, one value each (mode, dominant class, user).
+        numbers: every client's number in the whole federation, if this is a part of it (one site's data); selects their
+            RNG streams. None numbers them from 0.
     """
 
     inputs: Tensor
@@ -123,7 +123,7 @@ class Federation:
                 )
         if len(self.inputs) != len(self.targets):
             raise FederationError(
-                f"There are {len(self.inputs)} inputs and {len(self.targets)} targets: each needs the other."
+                f"There are {len(self.inputs)} inputs but {len(self.targets)} targets: give one target per input."
             )
         if int(self.train.flat.max()) >= len(self.targets):
             raise FederationError("A client's index points past the end of the data.")
@@ -137,7 +137,7 @@ class Federation:
         self._check_labels()
 
     def _check_scale(self) -> None:
-        """Refuse a mean and a deviation that do not belong to a sample."""
+        """Reject a mean or standard deviation that does not broadcast to a sample."""
         if (self.mean is None) != (self.std is None):
             raise FederationError("Inputs are normalised by mean and std together: give both or neither.")
         batch = (2, *self.inputs.shape[1:])
@@ -151,13 +151,13 @@ class Federation:
             raise FederationError("std must be greater than 0 everywhere: use 1 for a feature that is constant.")
 
     def _check_labels(self) -> None:
-        """Refuse labels that are no class, and label permutations that do not cover the labels."""
+        """Reject labels out of range, and label permutations that do not cover the labels."""
         if self.targets.dim() != 1 or self.targets.is_floating_point() or not self.num_classes:
             if self.label_maps is not None:
                 raise FederationError("label_maps rename classes, but the targets are not one class for each sample.")
             return
         low, high = int(self.targets.min()), int(self.targets.max())
-        if not 0 <= low <= high < self.num_classes:  # those of samples that are nobody's do not matter
+        if not 0 <= low <= high < self.num_classes:  # ignore samples that no client owns
             owned = torch.cat([self.targets[i.flat] for i in (self.train, self.test, self.index("val"))])
             low, high = int(owned.min()), int(owned.max())
         if not 0 <= low <= high < self.num_classes:
@@ -178,7 +178,7 @@ class Federation:
 
     @property
     def validated(self) -> Split:
-        """The split that clients are scored on after a round, and whose name the scores have."""
+        """The split on which clients are scored after a round; it also names the metrics."""
         return "test" if self.val is None else "val"
 
     @property
@@ -187,9 +187,9 @@ class Federation:
         return len(self.train)
 
     def groups(self, key: str) -> tuple[Tensor, list[str]]:
-        """Every client's group by an entry of ``meta``, and the groups' names; both are empty where there is none.
+        """Return every client's group by an entry of ``meta`` and the groups' names, both empty if there is none.
 
-        Groups are numbered in the order of their values. Of two the larger is the majority, the first of equal ones.
+        Groups are numbered in the order of their values. The larger of two is the majority; a tie goes to the first.
 
         Example:
             >>> index, samples = ClientIndex.of([torch.tensor([i]) for i in range(3)]), torch.zeros(3)
@@ -205,26 +205,26 @@ class Federation:
         return groups, ["majority", "minority"] if first >= second else ["minority", "majority"]
 
     def number_of(self, client: int) -> int:
-        """The number of a client in the whole federation."""
+        """Return a client's number in the whole federation."""
         return client if self.numbers is None else self.numbers[client]
 
     @property
     def device(self) -> torch.device:
-        """Where the samples lie."""
+        """The device of the samples."""
         return self.inputs.device
 
     def index(self, split: Split) -> ClientIndex:
-        """The clients' indices of a split; ``val`` is ``test`` where nothing was held out."""
+        """Return the clients' indices of a split; ``val`` is ``test`` if nothing was held out."""
         if split == "train":
             return self.train
         return self.val if split == "val" and self.val is not None else self.test
 
     def part(self, clients: Sequence[int], numbers: Sequence[int] | None = None) -> Federation:
-        """Some of the clients as a federation of their own, without anybody else's samples.
+        """Return some of the clients as a federation of their own, with their samples only.
 
         Args:
-            clients: which.
-            numbers: the numbers that they go by; None keeps those that they have here.
+            clients: the clients to take.
+            numbers: their numbers in the whole federation; None keeps the present ones.
         """
         kept = [self.train, self.test, *([] if self.val is None else [self.val])]
         rows = [index[client] for index in kept for client in clients]
@@ -245,14 +245,14 @@ class Federation:
         )
 
     def to(self, device: torch.device) -> Federation:
-        """The same federation with all tensors on ``device``; itself when it is there already."""
+        """Return this federation with all tensors on ``device``; itself if it is there already."""
         if self.device == device:
             return self
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | ClientIndex)}
         return replace(self, **moved)
 
     def shared(self) -> Federation:
-        """The same federation in memory that other processes can see; the samples are moved there once."""
+        """Move the samples to shared memory, so that other processes can use them without a copy."""
         if self.device.type != "cpu":
             raise FederationError(f"Worker processes share a CPU's memory, not {self.device}: set workers=1.")
         for value in vars(self).values():
@@ -264,12 +264,12 @@ class Federation:
         return self
 
     def features(self, raw: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Normalise gathered raw inputs and bring them to the net's precision; integer tokens stay as they are.
+        """Normalise gathered raw inputs and convert them to the net's precision; integer tokens stay unchanged.
 
         Args:
             raw: the inputs.
             dtype: floating precision of the net.
-            out: where to write the result to, shaped as ``raw``.
+            out: output tensor, with the shape of ``raw``.
         """
         if self.mean is None or self.std is None:
             result = raw.to(dtype) if raw.is_floating_point() else raw
@@ -278,7 +278,12 @@ class Federation:
         return result.sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
 
     def labels(self, clients: Sequence[int], index: Tensor) -> Tensor:
-        """Targets of samples as their clients see them; ``index`` of shape (K, B) has one row per client."""
+        """Return the targets of samples under their clients' label permutations.
+
+        Args:
+            clients: the K clients.
+            index: sample indices, shape (K, B).
+        """
         found = self.targets.index_select(0, index.reshape(-1))
         targets = found.view(*index.shape, *found.shape[1:])
         if self.label_maps is None:
@@ -292,13 +297,13 @@ class Federation:
         dtype: torch.dtype,
         rngs: Sequence[np.random.Generator] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One batch of every client, gathered in one go.
+        """Gather one batch of every client at once.
 
         Args:
             clients: the K clients.
-            index: sample numbers, shape (K, B).
+            index: sample indices, shape (K, B).
             dtype: floating precision of the net.
-            rngs: augmentation streams, one per client; None gathers without augmentation.
+            rngs: augmentation streams, one per client; None disables augmentation.
 
         Returns:
             Inputs of shape (K, B, ...) and targets of shape (K, B, ...).
@@ -313,7 +318,7 @@ class Federation:
 
 
 def _broadcasts(shape: Sequence[int], batch: tuple[int, ...]) -> bool:
-    """Whether something of this shape can be applied to a batch without changing its shape."""
+    """Return whether a tensor of this shape broadcasts to a batch without changing the batch's shape."""
     try:
         return np.broadcast_shapes(tuple(shape), batch) == batch
     except ValueError:

@@ -1,4 +1,4 @@
-"""Checks of Trainer, data and net at the start of a federated run; each refuses in a sentence."""
+"""Checks of Trainer, data and net at the start of a federated run; each raises an error that says what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
 from fl_lightning.robust import Aggregation
 
-#: Callbacks that change a batch or a step of an ordinary run, which a federated one does not have.
+#: Callbacks that tune the batches or steps of an ordinary run, which a federated run does not have.
 TUNERS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder)
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse Trainer options that a federated run cannot honour."""
+    """Reject Trainer options that a federated run cannot support."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         raise FederationError(
-            f"A federated run shares out clients, not the model: {type(trainer.strategy).__name__} cannot be used, "
+            f"A federated run distributes clients, not the model: {type(trainer.strategy).__name__} cannot be used, "
             "set Trainer(strategy='ddp') or devices=1."
         )
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise FederationError(
-            "Trainer(sync_batchnorm=True) would normalise clients of different processes by each other's batches: "
+            "Trainer(sync_batchnorm=True) would normalise clients of different processes with each other's batches: "
             "leave it out."
         )
     check_precision(trainer.precision)
@@ -58,19 +58,19 @@ def check_trainer(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, TUNERS):
             raise FederationError(
-                f"{type(callback).__name__} would tune the server's step, of which a round has one, not the clients' "
-                "training: leave it out and compare runs with other values of lr, batch_size or epochs."
+                f"{type(callback).__name__} would tune the server's single step per round, not the clients' training: "
+                "leave it out and compare runs with other values of lr, batch_size or epochs."
             )
     for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
         if 0 < (value := getattr(trainer, name)) < 1:
             raise FederationError(
-                f"Trainer({name}={value}) would be a part of the groups in which clients are evaluated: name the "
-                "clients by the DataModule's eval_only, or set it to 0 for no evaluation."
+                f"Trainer({name}={value}) would be a fraction of the groups in which clients are evaluated: select "
+                "clients with the DataModule's eval_only, or set it to 0 for no evaluation."
             )
 
 
 def check_run(module: FederatedModule, stage: str) -> Federation:
-    """Refuse data, net, task or optimizer that do not go together, and return the data."""
+    """Check that data, net, task and optimizer fit together, and return the data."""
     federation = check_data(module.trainer)
     check_net(module, federation)
     check_task(module, federation)
@@ -82,7 +82,7 @@ def check_run(module: FederatedModule, stage: str) -> Federation:
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse half precision, which needs what local training does not have."""
+    """Reject half precision, which needs gradient scaling."""
     if str(precision).startswith(("16", "transformer")):
         raise FederationError(
             f"precision={precision!r} needs a gradient scaler, which local training does not have: "
@@ -91,7 +91,7 @@ def check_precision(precision: Any) -> None:
 
 
 def check_data(trainer: Trainer) -> Federation:
-    """The federation of the Trainer's DataModule, or a sentence that says what is missing."""
+    """Return the federation of the Trainer's DataModule, or raise an error that says what is missing."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     federation = getattr(data, "federation", None)
     if isinstance(federation, Federation):
@@ -106,7 +106,7 @@ def check_data(trainer: Trainer) -> Federation:
 
 
 def check_monitors(trainer: Trainer, federation: Federation) -> None:
-    """Refuse a callback that monitors validation where nothing is held out for it."""
+    """Reject a callback that monitors validation if no validation samples are held out."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         monitor = getattr(callback, "monitor", None)
         if federation.val is None and isinstance(monitor, str) and monitor.startswith("val/"):
@@ -117,12 +117,12 @@ def check_monitors(trainer: Trainer, federation: Federation) -> None:
 
 
 def check_net_argument(method: str, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Refuse a method's first argument if it is no network.
+    """Reject a method's first argument if it is not a network.
 
     Args:
         method: the name of the method's class.
-        given: the constructor's arguments by place.
-        named: the constructor's arguments by name.
+        given: the constructor's positional arguments.
+        named: the constructor's keyword arguments.
     """
     net = given[0] if given else named.get("net")
     if net is None:
@@ -136,20 +136,20 @@ def check_net_argument(method: str, given: Sequence[Any], named: Mapping[str, An
 
 
 def check_aggregation(module: FederatedModule) -> None:
-    """Refuse what is no robust rule, and one for a method that does not take means."""
+    """Reject objects that are not robust rules, and rules for a method that does not use means."""
     if not isinstance(module.aggregation, Aggregation | None):
         raise FederationError(
             f"aggregation must be a rule of fl_lightning.robust, such as Median(), not {module.aggregation!r}."
         )
     if module.aggregation is not None and not module.takes_rules:
         raise FederationError(
-            f"The server of {type(module).__name__} weighs clients in a way of its own, which a robust rule would "
+            f"The server of {type(module).__name__} weights clients in its own way, which a robust rule would "
             "undo: leave aggregation out."
         )
 
 
 def check_batches(module: FederatedModule) -> None:
-    """Refuse batches that a net which normalises over them would skip, one and all."""
+    """Reject a batch size of 1 for a net with batch normalisation, which would skip every batch."""
     if module.batch_statistics and module.local.batch_size == 1:
         raise FederationError(
             f"{type(module.net).__name__} has batch normalisation, and a batch of one sample has no variance: set "
@@ -158,7 +158,7 @@ def check_batches(module: FederatedModule) -> None:
 
 
 def check_optimizer(module: FederatedModule) -> None:
-    """Refuse local optimizers under which a method's arithmetic would not hold."""
+    """Reject local optimizers for which a method's derivation does not hold."""
     reason = module.plain_sgd
     if reason is not None and module.local.not_plain:
         raise FederationError(
@@ -167,9 +167,9 @@ def check_optimizer(module: FederatedModule) -> None:
 
 
 def check_server_optimizer(module: FederatedModule) -> None:
-    """Refuse a server without an optimizer, which would never learn, and one with several."""
+    """Require exactly one server optimizer; without one the server would never learn."""
     found = module.trainer.optimizers
-    if len(found) != 1 or isinstance(found[0], _MockOptimizer):  # Lightning's, where there is none
+    if len(found) != 1 or isinstance(found[0], _MockOptimizer):  # Lightning's placeholder for none
         number = len(found) if len(found) > 1 else "none"
         raise FederationError(
             f"{type(module).__name__} needs one optimizer, which steps the server's model, but configure_optimizers "
@@ -178,7 +178,7 @@ def check_server_optimizer(module: FederatedModule) -> None:
 
 
 def check_task(module: FederatedModule, federation: Federation) -> None:
-    """Refuse tasks without classes under methods that need them."""
+    """Reject tasks without classes for methods that need them."""
     reason = module.needs_classes
     if reason is not None and not module.task.of_classes:
         raise FederationError(
@@ -188,7 +188,7 @@ def check_task(module: FederatedModule, federation: Federation) -> None:
 
 
 def check_augment(federation: Federation) -> None:
-    """Try the change of training batches on two samples, so that one that does not work is refused before a round."""
+    """Try the augmentation on two samples, so that errors show before the first round."""
     if federation.augment is None:
         return
     raw = federation.inputs[federation.train.flat[:2]]
@@ -206,11 +206,11 @@ def check_augment(federation: Federation) -> None:
 
 
 def check_net(module: FederatedModule, federation: Federation) -> None:
-    """Run the net on a few samples, so that one that does not fit the data is refused before the first round."""
+    """Run the net on two samples, so that a net that does not fit the data is rejected before the first round."""
     index = federation.train.flat[:2]
     x = federation.features(federation.inputs[index], module.compute_dtype).to(module.device)
     net, data = type(module.net).__name__, f"inputs of shape {tuple(x.shape[1:])}"
-    if not x.is_floating_point():  # tokens: an embedding must have a row for the largest
+    if not x.is_floating_point():  # tokens: include the largest one, since the embedding needs a row for it
         x.view(-1)[0] = federation.inputs.max()
         data += f" with numbers up to {int(federation.inputs.max())}"
     try:

@@ -1,8 +1,8 @@
-"""Optimizers of clients: one step on a dict of named tensors, in place, for one client or for a stack of them.
+"""Local optimizers: in-place steps on a dict of named tensors, for one client or for a stack of clients.
 
-The updates are those of ``torch.optim``. They are elementwise but for the number of steps a client has taken, which is
-a tensor with one number per client, so that clients of a stack may be at different steps. They work in place because a
-fresh copy of the weights at every step costs more than the step itself (page faults).
+The updates are those of ``torch.optim``. They are elementwise except for the step counts, which are tensors with one
+number per client, so that clients of a stack may be at different steps. They work in place because a fresh copy of the
+weights at every step costs more than the step itself (page faults).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fl_lightning.wire import State
 
 
 class Product(NamedTuple):
-    """A stack of changes that are matrix products, not multiplied out, and what is to be added to them.
+    """Per-client low-rank update, left unevaluated so that it can be fused into the weights.
 
-    It stands for ``scale * left @ right + own * entry + sum(factor * tensor)`` where ``entry`` is what it is a change
-    of. Only engines make them: SGD multiplies them straight into the weights, which spares writing gradients and
-    reading them again.
+    It stands for ``scale * left @ right + own * entry + sum(factor * tensor)``, where ``entry`` is the updated entry.
+    Only engines create products; SGD multiplies them directly into the weights, which avoids writing and rereading
+    gradients.
     """
 
     left: Tensor
@@ -38,7 +38,7 @@ class Product(NamedTuple):
     rest: Sequence[tuple[float, Tensor]] = ()
 
     def add_to(self, entry: Tensor, alpha: float, beta: float = 1.0, own: bool = True) -> None:
-        """``entry = beta * entry + alpha * product``, in place; ``own`` false says that ``entry`` is not its entry."""
+        """Compute ``entry = beta * entry + alpha * product`` in place; with ``own=False``, without the ``own`` term."""
         if own:
             beta += alpha * self.own
         entry.baddbmm_(self.left, self.right, beta=beta, alpha=alpha * self.scale)
@@ -46,7 +46,7 @@ class Product(NamedTuple):
             entry.add_(tensor, alpha=alpha * factor)
 
     def dense(self, entry: Tensor) -> Tensor:
-        """The change of ``entry``, multiplied out."""
+        """Evaluate the update of ``entry``."""
         change = torch.bmm(self.left, self.right).mul_(self.scale)
         for factor, tensor in ((self.own, entry), *self.rest):
             if factor:
@@ -54,23 +54,23 @@ class Product(NamedTuple):
         return change
 
 
-#: Gradients by name, some of which may not be multiplied out yet.
+#: Gradients by name, some of which may be unevaluated products.
 Grads = Mapping[str, Tensor | Product]
-#: A learning rate: one for all clients, or a tensor with one for each client of a stack.
+#: A learning rate: one for all clients, or a tensor with one per client of a stack.
 Rate = float | Tensor
 
 
 @dataclass(frozen=True)
 class LocalOptimizer(NamedArguments, ABC):
-    """The rule by which clients step; the learning rate comes from outside.
+    """The update rule of local steps; the learning rate is passed to every step.
 
-    What it remembers of an entry lies in a dict of tensors under ``<slot>.<entry>``. A subclass is a frozen dataclass
-    whose fields are its options, under the names that ``torch.optim`` gives them.
+    The state of an entry is stored in a dict of tensors under ``<slot>.<entry>``. A subclass is a frozen dataclass
+    whose fields are its options, with the names used by ``torch.optim``.
     """
 
     @abstractmethod
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
-        """Memory of an entry that never took a step.
+        """Return the initial optimizer state of an entry.
 
         Args:
             name: its name.
@@ -80,21 +80,21 @@ class LocalOptimizer(NamedArguments, ABC):
 
     @abstractmethod
     def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
-        """One step, in place; autograd must be off.
+        """Take one step in place; autograd must be off.
 
         Args:
             lr: learning rate.
             grads: gradients of the entries to step.
             state: the entries.
-            memory: what :meth:`fresh` gave for them.
+            memory: their optimizer state, initially from :meth:`fresh`.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Class path and options in plain values, from which :func:`made` makes the same again."""
+        """Return class path and options as plain values, from which :func:`made` rebuilds the optimizer."""
         return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": asdict(self)}
 
     def _check(self, **least: float) -> None:
-        """Refuse options below their least values."""
+        """Reject options below their minimum."""
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 raise FederationError(
@@ -104,12 +104,12 @@ class LocalOptimizer(NamedArguments, ABC):
 
 @dataclass(frozen=True)
 class SGD(LocalOptimizer):
-    """Stochastic gradient descent as ``torch.optim.SGD``.
+    """Stochastic gradient descent like ``torch.optim.SGD``.
 
     Args:
         momentum: momentum.
         weight_decay: L2 penalty.
-        nesterov: whether the gradient is looked up ahead, which needs momentum.
+        nesterov: whether to use Nesterov momentum, which needs momentum.
     """
 
     momentum: float = 0.0
@@ -124,12 +124,12 @@ class SGD(LocalOptimizer):
             raise FederationError("nesterov=True needs a momentum greater than 0, such as momentum=0.9.")
 
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
-        """The velocity."""
+        """Return a zero velocity."""
         return {f"velocity.{name}": torch.zeros_like(entry)} if self.momentum else {}
 
     def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
-        """One step; products are multiplied straight into what they are added to."""
-        if isinstance(lr, Tensor):  # products take one rate for all clients
+        """Take one step; products are multiplied directly into the weights or velocities."""
+        if isinstance(lr, Tensor):  # products support only one rate for all clients
             grads = multiplied_out(grads, state)
         whole = {name: grad for name, grad in grads.items() if isinstance(grad, Tensor)}
         for name, grad in grads.items():
@@ -165,11 +165,11 @@ class SGD(LocalOptimizer):
 
 @dataclass(frozen=True)
 class Adam(LocalOptimizer):
-    """Adam as ``torch.optim.Adam``.
+    """Adam like ``torch.optim.Adam``.
 
     Args:
-        betas: decay of the first and of the second moment.
-        eps: added to the root of the second moment.
+        betas: decay of the first and second moments.
+        eps: added to the square root of the second moment.
         weight_decay: L2 penalty.
     """
 
@@ -179,18 +179,18 @@ class Adam(LocalOptimizer):
 
     def __post_init__(self) -> None:
         self._check(eps=0, weight_decay=0)
-        object.__setattr__(self, "betas", tuple(self.betas))  # a list, from a configuration file
+        object.__setattr__(self, "betas", tuple(self.betas))  # a list, if from a configuration file
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise FederationError(f"betas must be two numbers in [0, 1), not {self.betas}.")
 
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
-        """Both moments and the number of steps."""
+        """Return zero moments and step counts."""
         steps = torch.zeros(clients, dtype=torch.int64, device=entry.device)
         moments = {f"{slot}.{name}": torch.zeros_like(entry) for slot in ("first", "second")}
         return moments | {f"steps.{name}": steps}
 
     def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
-        """One step; every client's moments are corrected for the steps that it has taken."""
+        """Take one step, with bias correction by each client's own step count."""
         whole = multiplied_out(grads, state)
         params, steps = [state[name] for name in whole], list(whole.values())
         steps = self._decayed(lr, params, steps)
@@ -208,24 +208,24 @@ class Adam(LocalOptimizer):
         _divide(lr, params, first, roots)
 
     def _decayed(self, lr: Rate, params: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-        """The gradients with the penalty's."""
+        """Return the gradients plus the L2 penalty's."""
         return list(torch._foreach_add(steps, params, alpha=self.weight_decay)) if self.weight_decay else steps
 
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay as ``torch.optim.AdamW``.
+    """Adam with decoupled weight decay like ``torch.optim.AdamW``.
 
     Args:
-        betas: decay of the first and of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: share of the weights, times the learning rate, that every step takes off.
+        betas: decay of the first and second moments.
+        eps: added to the square root of the second moment.
+        weight_decay: every step multiplies the weights by ``1 - lr * weight_decay``.
     """
 
     weight_decay: float = 0.01
 
     def _decayed(self, lr: Rate, params: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-        """The gradients as they are, once the weights are smaller."""
+        """Decay the weights in place and return the gradients unchanged."""
         if self.weight_decay and isinstance(lr, Tensor):
             torch._foreach_mul_(params, [by_client(1 - lr * self.weight_decay, p) for p in params])
         elif self.weight_decay:
@@ -235,14 +235,14 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class RMSprop(LocalOptimizer):
-    """RMSprop as ``torch.optim.RMSprop``.
+    """RMSprop like ``torch.optim.RMSprop``.
 
     Args:
         alpha: decay of the second moment.
-        eps: added to its root.
+        eps: added to its square root.
         weight_decay: L2 penalty.
         momentum: momentum.
-        centered: whether the second moment is that about the mean.
+        centered: whether to use the centred second moment.
     """
 
     alpha: float = 0.99
@@ -255,12 +255,12 @@ class RMSprop(LocalOptimizer):
         self._check(alpha=0, eps=0, weight_decay=0, momentum=0)
 
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
-        """The second moment, and what else the options need."""
+        """Return a zero second moment, and the slots that the options need."""
         slots = ["second", *["first"] * self.centered, *["velocity"] * bool(self.momentum)]
         return {f"{slot}.{name}": torch.zeros_like(entry) for slot in slots}
 
     def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
-        """One step."""
+        """Take one step."""
         whole = multiplied_out(grads, state)
         params, steps = [state[name] for name in whole], list(whole.values())
         if self.weight_decay:
@@ -284,12 +284,12 @@ class RMSprop(LocalOptimizer):
 
 @dataclass(frozen=True)
 class Group:
-    """Entries that step alike.
+    """Entries with the same optimizer options.
 
     Args:
-        names: of the entries; those of a method's own copies of them end in these names.
-        optimizer: how they step.
-        factor: what their learning rate is multiplied by.
+        names: names of the entries; a method's own copies of them have names that end in these.
+        optimizer: the optimizer of the entries.
+        factor: factor of their learning rate.
     """
 
     names: tuple[str, ...]
@@ -299,7 +299,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups(LocalOptimizer):
-    """Entries in groups, each with options and a learning rate of its own, as parameter groups of ``torch.optim``.
+    """Groups of entries with their own options and learning rates, like parameter groups of ``torch.optim``.
 
     Args:
         groups: the groups.
@@ -309,7 +309,7 @@ class Groups(LocalOptimizer):
     _found: dict[str, Group] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def group(self, name: str) -> Group:
-        """The group of an entry."""
+        """Return the group of an entry."""
         if name not in self._found:
             matches = (g for g in self.groups if any(f".{name}".endswith(f".{own}") for own in g.names))
             found = next(matches, None)
@@ -319,18 +319,18 @@ class Groups(LocalOptimizer):
         return self._found[name]
 
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
-        """Memory of an entry, by its group."""
+        """Return the initial optimizer state of an entry, from its group."""
         return self.group(name).optimizer.fresh(name, entry, clients)
 
     def step(self, lr: Rate, grads: Grads, state: State, memory: State) -> None:
-        """One step of every group."""
+        """Take one step in every group."""
         for group in self.groups:
             own = {name: grad for name, grad in grads.items() if self.group(name) is group}
             if own:
                 group.optimizer.step(lr * group.factor, own, state, memory)
 
     def describe(self) -> dict[str, Any]:
-        """The groups in plain values."""
+        """Return the groups as plain values."""
         groups = [
             {"names": list(g.names), "optimizer": g.optimizer.describe(), "factor": g.factor} for g in self.groups
         ]
@@ -343,12 +343,12 @@ OPTIMIZERS: dict[str, type[LocalOptimizer]] = {kind.__name__: kind for kind in (
 def made(
     optimizer: LocalOptimizer | Mapping[str, Any] | str, momentum: float = 0.0, weight_decay: float = 0.0
 ) -> LocalOptimizer:
-    """The optimizer that an option stands for.
+    """Build the optimizer that an option describes.
 
     Args:
-        optimizer: itself, its class path and arguments, or the name of its class.
-        momentum: the option of that name, for an optimizer that is named without arguments; 0 if not given.
-        weight_decay: the same.
+        optimizer: an optimizer, its class path and arguments, or the name of its class.
+        momentum: the option of that name, for an optimizer given by name without arguments; 0 if not given.
+        weight_decay: likewise.
 
     Example:
         >>> made("AdamW", weight_decay=0.1)
@@ -393,22 +393,22 @@ def _of_class(name: str, options: dict[str, Any]) -> LocalOptimizer:
 
 
 def multiplied_out(grads: Grads, state: State) -> State:
-    """Gradients as tensors."""
+    """Return gradients as tensors, with products evaluated."""
     return {n: g.dense(state[n]) if isinstance(g, Product) else g for n, g in grads.items()}
 
 
 def by_client(values: Tensor, entry: Tensor) -> Tensor:
-    """One number per client, shaped so that it is broadcast over a stack's entry, in the entry's precision."""
+    """Reshape one number per client so that it broadcasts over a stack's entry, in the entry's precision."""
     return values.view(values.shape + (1,) * (entry.dim() - values.dim())).to(entry.dtype)
 
 
 def _by_entry(values: Tensor, entries: Sequence[Tensor]) -> list[Tensor]:
-    """Rows of ``values``, each shaped for its entry."""
+    """Reshape each row of ``values`` for its entry."""
     return [by_client(row, entry) for row, entry in zip(values.unbind(), entries, strict=True)]
 
 
 def _divide(lr: Rate, params: list[Tensor], steps: list[Tensor], by: list[Tensor]) -> None:
-    """``params -= lr * steps / by``, in place; ``by`` may be written to."""
+    """Compute ``params -= lr * steps / by`` in place; ``by`` may be overwritten."""
     if isinstance(lr, Tensor):
         torch._foreach_div_(by, [by_client(lr, p) for p in params])
         lr = 1.0

@@ -25,11 +25,11 @@ from fl_lightning.wire import Message, State, nbytes
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
-#: The reason to leave out an update that is not finite, or ends a sentence that says so.
+#: Reason for leaving out an update that is not finite; other reasons may end with it.
 NOT_FINITE = "is not finite"
-#: Clients and local steps of a round under ``Trainer(fast_dev_run=True)``.
+#: Clients and local steps of a round with ``Trainer(fast_dev_run=True)``.
 DEV_CLIENTS, DEV_STEPS = 2, 2
-#: A cross entropy far above that of guessing among any number of classes.
+#: A cross entropy far above that of guessing, for any number of classes.
 LOST = 1000.0
 
 
@@ -38,14 +38,14 @@ class Tally:
     """Running totals over the stages of a round.
 
     Args:
-        up: bytes that clients sent.
-        down: bytes that the server sent.
-        trained: clients whose messages were aggregated.
-        left_out: clients whose updates were not finite.
-        samples: samples of the trained clients that took a step.
-        loss: their losses, each times its samples.
-        clients_seconds: time that local training took, with all that belongs to it.
-        server_seconds: time that the aggregate and the server's step took.
+        up: bytes sent by clients.
+        down: bytes sent by the server.
+        trained: number of clients whose messages were aggregated.
+        left_out: number of clients whose updates were rejected.
+        samples: samples of the trained clients that took at least one step.
+        loss: their losses, weighted by samples.
+        clients_seconds: duration of local training, including its overhead.
+        server_seconds: duration of the aggregation and the server's step.
     """
 
     up: int = 0
@@ -58,17 +58,17 @@ class Tally:
     server_seconds: float = 0.0
 
     def count(self, messages: list[Message], left_out: int) -> Tally:
-        """With the clients of a stage."""
+        """Return these totals with the clients of a stage counted."""
         known = [m for m in messages if not math.isnan(m.loss)]
         samples, loss = sum(m.samples for m in known), sum(m.loss * m.samples for m in known)
         return replace(self, trained=len(messages), left_out=left_out, samples=samples, loss=loss)
 
     def add(self, other: Tally) -> Tally:
-        """This and a later stage."""
+        """Return the sum of these totals and those of a later stage."""
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def summary(self) -> dict[str, float]:
-        """Metrics of the round; the loss is the mean over samples."""
+        """Return the metrics of the round; the loss is the mean over samples."""
         return {
             "train/loss": self.loss / self.samples if self.samples else math.nan,
             "comm/up_bytes": float(self.up),
@@ -83,10 +83,9 @@ class Tally:
 class FederatedLoop:
     """Runs one round each time it is called.
 
-    A round has one stage, unless the method divides it. Nothing of a stage is kept until it is over: the server's model
-    and the clients' snapshots change together at its end. A run that stops before that resumes as if the stage had not
-    begun; one that stops after the last stage, with a checkpoint written before Lightning has counted the round, does
-    not run the round twice.
+    A round has one stage unless the method divides it. A stage is atomic: the server's model and the clients' snapshots
+    change together at its end, so a run that stops within a stage resumes at its beginning. A run that stops after the
+    last stage, with a checkpoint written before Lightning counted the round, does not repeat the round.
 
     Args:
         module: the federated method, attached to a Trainer.
@@ -98,18 +97,18 @@ class FederatedLoop:
 
     @property
     def trainer(self) -> Any:
-        """The module's Trainer; much of what is used here Lightning attaches without types."""
+        """The module's Trainer, untyped because Lightning attaches much of what is used here at run time."""
         return self.module.trainer
 
     def run(self) -> dict[str, float]:
-        """Run the round ``trainer.current_epoch``, unless it is done, and return what to log of it."""
+        """Run round ``trainer.current_epoch`` unless it is already done, and return its metrics."""
         round = self.trainer.current_epoch
         if self.module.completed_rounds <= round:
             self._round(round)
         return self.module.summary
 
     def _round(self, round: int) -> None:
-        """All stages of the round, but for those that were done before the run was resumed."""
+        """Run all stages of the round except those completed before the run was resumed."""
         module, cohort = self.module, self.module.cohort(round)
         if self.trainer.fast_dev_run:
             cohort = cohort[:DEV_CLIENTS]
@@ -122,11 +121,11 @@ class FederatedLoop:
         messages: list[Message] = []
         for number in range(module.completed_stages, len(stages)):
             messages += self._stage(stages[number], last=number + 1 == len(stages))
-        self._tell_divergence(round)
+        self._warn_of_divergence(round)
         self._hook("on_round_end", messages)
 
-    def _tell_divergence(self, round: int) -> None:
-        """Warn once where the loss of classes is one that no net has before it was trained."""
+    def _warn_of_divergence(self, round: int) -> None:
+        """Warn once if the classification loss is far above that of an untrained net."""
         module, loss = self.module, self.module.summary["train/loss"]
         if loss > LOST and not self._diverged and module.task.of_classes and not isinstance(module.net, LossNet):
             self._diverged = True
@@ -136,7 +135,7 @@ class FederatedLoop:
             )
 
     def coming(self) -> dict[int, tuple[Setting, State]]:
-        """The messages of the next round's first stage as things stand, with what is told of it; no hook is called."""
+        """Return the messages and settings of the next round's first stage, without calling hooks."""
         module, round = self.module, self.module.completed_rounds
         stage = next((stage for stage in module.stages(round, module.cohort(round)) if stage.clients), None)
         if stage is None:
@@ -149,7 +148,7 @@ class FederatedLoop:
             module.stage = before
 
     def _stage(self, stage: Stage, last: bool) -> list[Message]:
-        """Train a stage's clients and commit what the server makes of their messages, which are returned."""
+        """Train a stage's clients, commit the server's update, and return the aggregated messages."""
         module, began = self.module, time.perf_counter()
         module.stage = stage
         signals.check()
@@ -173,7 +172,7 @@ class FederatedLoop:
         return kept
 
     def _send(self, stage: Stage) -> dict[int, State]:
-        """The messages to the clients of a stage."""
+        """Make the messages to the clients of a stage."""
         make = self.module.message_down if stage.send is None else stage.send
         sent: dict[int, State] = {}
         for number in sorted(stage.clients):
@@ -182,11 +181,11 @@ class FederatedLoop:
         return sent
 
     def _accepted(self, returned: list[Returned], needed: bool) -> list[Message]:
-        """Leave out clients whose update is not what was asked for; their snapshots stay as they were.
+        """Return the valid messages; clients with invalid updates are left out and keep their snapshots.
 
         Args:
-            returned: what the clients returned.
-            needed: whether somebody must be left.
+            returned: the clients' results.
+            needed: whether to fail if no message is valid.
         """
         module, expected = self.module, self._expected(returned)
         wrong: dict[int, str] = {}
@@ -196,11 +195,11 @@ class FederatedLoop:
             if found is not None or not one.sound:
                 wrong[number] = found or NOT_FINITE
         accepted = [one.message for one in returned if one.message.client not in wrong]
-        self._name(wrong, needed and not accepted)
+        self._report(wrong, needed and not accepted)
         return accepted
 
     def _expected(self, returned: list[Returned]) -> Layout:
-        """Names, shapes and types that most messages have; entries of the net have those of the server's."""
+        """Return the most common layout of the messages; entries of the net have the server's shape and dtype."""
         if not returned:
             return {}
         layouts = [layout_of(one.message.tensors) for one in returned]
@@ -209,8 +208,8 @@ class FederatedLoop:
         own = layout_of(self.module.server_state())
         return {name: own.get(name, (shape, dtype)) for name, shape, dtype in common}
 
-    def _name(self, wrong: dict[int, str], lost: bool) -> None:
-        """Warn of clients that are left out, or end the run where nobody is left."""
+    def _report(self, wrong: dict[int, str], lost: bool) -> None:
+        """Warn of clients that are left out, or fail if none remains."""
         round = self.trainer.current_epoch
         unsound = sorted(number for number, reason in wrong.items() if reason.endswith(NOT_FINITE))
         named = ", ".join(map(str, unsound[:10])) + (" and others" if len(unsound) > 10 else "")
@@ -220,11 +219,11 @@ class FederatedLoop:
         if lost and unsound and not strange:
             raise FederationError(
                 f"In round {round} the updates of all {len(unsound)} clients ({named}) are not "
-                "finite: lower the learning rate or set clip_norm; if a client may have sent huge values in a round "
-                "before, set aggregation to a robust rule and resume from an earlier checkpoint."
+                "finite: lower the learning rate or set clip_norm; if a client may have sent huge values in an earlier "
+                "round, set aggregation to a robust rule and resume from an earlier checkpoint."
             )
         if lost:
-            raise FederationError(f"In round {round} no client sent what was asked for ({'; '.join(strange[:3])}).")
+            raise FederationError(f"In round {round} no client sent a valid message ({'; '.join(strange[:3])}).")
         if unsound:
             rank_zero_warn(f"Round {round}: left out clients {named}, whose updates are not finite.")
         if strange:
@@ -250,7 +249,7 @@ class FederatedLoop:
                 module.completed_rounds, module.completed_stages, module.tally = round + 1, 0, Tally()
 
     def _hook(self, name: str, *args: Any) -> None:
-        """Call a round hook of every callback that has it, and of the module."""
+        """Call a round hook of all callbacks and of the module that define it."""
         for callback in self.trainer.callbacks:
             function = getattr(callback, name, None)
             if callable(function):

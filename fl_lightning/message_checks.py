@@ -1,4 +1,4 @@
-"""Whether a message is what was asked for: a pure function that trusts nothing it is given."""
+"""Validation of a client's message: a pure function that trusts none of its inputs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Shape and type of every entry by name.
+#: Shape and dtype of every entry by name.
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-#: Names that a sentence tells at most, and characters of each.
+#: Maximum number of names in an error, and of characters per name.
 NAMES, CHARACTERS = 5, 60
-#: More samples than anybody has.
+#: More samples than any client has.
 MANY = 10**15
 
 
 def layout_of(state: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The layout of given entries.
+    """Return the layout of the given entries.
 
     Example:
         >>> layout_of({"fc.bias": torch.zeros(3)})
@@ -27,15 +27,15 @@ def layout_of(state: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], t
 
 
 def check_message(expected: Layout, message: Any, samples: Any, introduced: int) -> str | None:
-    """Say what is wrong with what a client sent, or None if nothing is.
+    """Return what is wrong with a client's message, or None if it is valid.
 
-    Entries are looked at one by one and nothing of them is called but what a plain tensor has; nothing is raised.
+    Only methods of plain tensors are called, so a malicious object cannot run code here; nothing is raised.
 
     Args:
-        expected: shape and type of every entry that was asked for.
-        message: what the client sent, by name.
-        samples: how many samples it says it trained on.
-        introduced: how many it had when it joined.
+        expected: shape and dtype of every requested entry.
+        message: the client's entries, by name.
+        samples: the number of training samples that the client reports.
+        introduced: the number that it reported when it joined.
 
     Example:
         >>> check_message({"w": ((2,), torch.float32)}, {"w": torch.tensor([1.0, float("nan")])}, 5, 5)
@@ -53,7 +53,7 @@ def _wrong_names(expected: Layout, message: Any) -> str | None:
     missing, extra = expected.keys() - message.keys(), message.keys() - expected.keys()
     if missing:
         return f"it lacks {_listed(missing)}"
-    return f"it has {_listed(extra)}, which nobody asked for" if extra else None
+    return f"it has {_listed(extra)}, which was not requested" if extra else None
 
 
 def _wrong_entry(expected: Layout, message: dict[str, Any]) -> str | None:
@@ -65,10 +65,10 @@ def _wrong_entry(expected: Layout, message: dict[str, Any]) -> str | None:
 
 
 def _wrong_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    if type(value) is not Tensor:  # a subclass may answer what it likes
+    if type(value) is not Tensor:  # a subclass may override anything
         return f"is of type {type(value).__name__}, not a tensor"
     if value.layout != torch.strided or value.device.type == "meta":
-        return "is no dense tensor with values"
+        return "is not a dense tensor with values"
     if value.dtype != dtype:
         return f"is {_plain(value.dtype)}, not {_plain(dtype)}"
     if tuple(value.shape) != shape:
@@ -83,8 +83,8 @@ def _wrong_samples(samples: Any, introduced: int) -> str | None:
         return f"its number of samples is {samples if type(samples) is float else 'no number'}, not a whole number"
     if samples == introduced and samples > 0:
         return None
-    said = samples if abs(samples) < MANY else "far too many"  # Python does not write out every number
-    return f"it says {said} samples but joined with {introduced}"
+    said = samples if abs(samples) < MANY else "far too many"  # Python refuses to print very large integers
+    return f"it reports {said} samples but joined with {introduced}"
 
 
 def _listed(names: Any) -> str:
@@ -93,7 +93,7 @@ def _listed(names: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """A text as one line that is safe to print."""
+    """Return a text as one line that is safe to print."""
     plain = "".join(c if c.isprintable() else "?" for c in text[: CHARACTERS + 1])
     return plain if len(plain) <= CHARACTERS else f"{plain[:CHARACTERS]}..."
 

@@ -1,4 +1,4 @@
-"""The net of a method as named tensors: which entries there are, who has them, and the net as a pure function."""
+"""The net of a method as named tensors: its entries, which side has them, and the net as a pure function."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ BufferPolicy = Literal["average", "keep", "reset"]
 
 
 class NamedModel:
-    """A net and the names of its entries. Client and server have one each, of the same structure."""
+    """A net and the names of its entries. Client and server each have one, with the same structure."""
 
     net: nn.Module
     task: Task
     local: LocalTraining
     buffers_policy: BufferPolicy
-    #: The net's buffers as they were when the method was made.
+    #: Initial values of the net's buffers.
     initial_buffers: State
 
     def is_private(self, name: str) -> bool:
-        """Whether an entry of the net stays with the client."""
+        """Return whether an entry of the net stays with the client."""
         return False
 
     def stays(self, name: str) -> bool:
-        """Whether an entry stays with the client, as the method or the ``buffers`` policy has it."""
+        """Return whether an entry stays with the client, by ``is_private`` or by the ``buffers`` policy."""
         return self.is_private(name) or (self.buffers_policy == "keep" and name in self.initial_buffers)
 
     def resets(self, name: str) -> bool:
-        """Whether an entry begins anew in every round, so that it is not sent down for training."""
+        """Return whether an entry is reset every round, so that it need not be sent down for training."""
         return self.buffers_policy == "reset" and name in self.initial_buffers
 
     @property
@@ -52,7 +52,7 @@ class NamedModel:
 
     @property
     def frozen_names(self) -> frozenset[str]:
-        """Names of the net's parameters that are not trained: both sides have them from the beginning."""
+        """Names of the net's frozen parameters: both sides have them from the start."""
         return frozenset(name for name, p in self.net.named_parameters() if not p.requires_grad)
 
     @property
@@ -69,42 +69,42 @@ class NamedModel:
 
     @property
     def functional(self) -> FunctionalNet:
-        """The net as a pure function; made where it is used, neither saved nor shared with other processes."""
+        """The net as a pure function; built lazily, neither saved nor sent to other processes."""
         if self.__dict__.get("_functional") is None:
             self.__dict__["_functional"] = FunctionalNet(self.net)
         functional: FunctionalNet = self.__dict__["_functional"]
         return functional
 
     def forget_net(self) -> None:
-        """Let what was made of the net be made anew, as its tensors or shapes are others now."""
+        """Drop everything derived from the net, because its tensors or shapes changed."""
         self.__dict__["_functional"] = self.__dict__["_names"] = None
 
     def call(self, state: State, x: Tensor, noise: State | None = None, training: bool = True) -> tuple[Tensor, State]:
-        """The net's output under ``state``, and in training the new values of its buffers."""
+        """Return the net's output under ``state``, and in training the new values of its buffers."""
         return self.functional(state, x, noise or {}, training)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Loss of a batch, as the task has it."""
+        """Return the task's loss of a batch."""
         return self.task.loss(output, target)
 
     def batch_loss(
         self, state: State, x: Tensor, y: Tensor, noise: State | None = None, training: bool = True
     ) -> tuple[Tensor, State]:
-        """Loss of a batch under ``state``, the net's own where it has one, and in training the changed buffers."""
+        """Return the loss of a batch under ``state`` (or the net's own loss), and in training the new buffers."""
         if isinstance(self.net, LossNet):
             return self.functional(state, (x, y), noise or {}, training)
         output, buffers = self.call(state, x, noise, training)
         return self.loss(output, y), buffers
 
     def hold(self, key: str, tensors: State) -> None:
-        """Keep tensors with the weights, in checkpoints and on the module's device; :meth:`held` gives them back."""
+        """Register tensors so that checkpoints and device moves include them; :meth:`held` returns them."""
         kept = nn.Module()
         for name, value in tensors.items():
             kept.register_buffer(name.replace(".", "/"), value.detach().clone())
         setattr(self, key, kept)
 
     def held(self, key: str) -> State:
-        """Tensors that are kept with the weights, by name."""
+        """Return the tensors registered by :meth:`hold`, by name."""
         return {name.replace("/", "."): value for name, value in getattr(self, key).named_buffers()}
 
     @property
@@ -112,7 +112,7 @@ class NamedModel:
         """The net's trainable parameters by name."""
         return {name: p.detach() for name, p in self.net.named_parameters() if p.requires_grad}
 
-    # ---- what engines ask -----------------------------------------------------------------------------------
+    # ---- needed by engines ----------------------------------------------------------------------------------
 
     @property
     def batch_statistics(self) -> bool:
@@ -125,5 +125,5 @@ class NamedModel:
         return next((p.dtype for p in self.net.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     def dropout_shapes(self, x: Tensor) -> dict[str, tuple[int, ...]]:
-        """Noise entries of the net's dropout layers."""
+        """Return the shapes of the noise entries of the net's dropout layers."""
         return self.functional.dropout_shapes(x)

@@ -1,4 +1,4 @@
-"""``FederatedModule``: a federated method as a LightningModule; the method itself is its contract's two sides."""
+"""``FederatedModule``: a federated method as a LightningModule, with a client side and a server side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fl_lightning.model import BufferPolicy
 from fl_lightning.nets import FedNet
 from fl_lightning.optim import step_schedulers
 from fl_lightning.parties import Introduction, Setting, Stage
-from fl_lightning.progress import federated_progress_bar
+from fl_lightning.progress import federated_progress_bars
 from fl_lightning.robust import Aggregation
 from fl_lightning.schedules import Schedule
 from fl_lightning.signals import SignalsCallback
@@ -54,24 +54,23 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         batch_size: clients' minibatch size.
         momentum: momentum of the clients' SGD.
         weight_decay: weight decay of the clients' optimizer.
-        clip_norm: bound on the norm of a client's gradient at every local step.
+        clip_norm: maximum norm of a client's gradient at every local step.
         optimizer: the clients' optimizer, an object or name of ``fl_lightning.local_optim``; SGD by default.
-        keep_optimizer: whether clients keep its moments from one round to the next; else they are new in every round.
-        lr_schedule: what the learning rate is multiplied by, a schedule of ``fl_lightning.schedules``; None is 1.
-        lr_schedule_by: what it counts: rounds, epochs of all rounds, or the steps of one round.
-        task: what the net is trained for and judged by, an object or name of ``fl_lightning.tasks``; classification by
-            default.
-        weighting: weigh clients by their number of samples, or all the same.
+        keep_optimizer: whether clients keep the optimizer's state between rounds; else it is new in every round.
+        lr_schedule: factor of the learning rate, a schedule of ``fl_lightning.schedules``; None is 1.
+        lr_schedule_by: the unit that the schedule counts: rounds, epochs over all rounds, or the steps of one round.
+        task: loss and metrics, an object or name of ``fl_lightning.tasks``; classification by default.
+        weighting: weight clients by their number of samples, or uniformly.
         buffers: running statistics are averaged like weights (``average``), stay with the client (``keep``), or
             start anew in every round and are averaged for evaluation (``reset``).
         server_optimizer: makes the optimizer that steps the server's model along the mean change; plain SGD with
             learning rate 1, the default, is FedAvg, adaptive ones give FedOpt.
-        aggregation: a rule of :mod:`fl_lightning.robust`, such as ``Median()``, in place of the mean of what clients
-            send; None takes the mean.
+        aggregation: a rule of :mod:`fl_lightning.robust`, such as ``Median()``, instead of the mean of the clients'
+            messages; None takes the mean.
         engine: how a cohort is trained: ``auto``, ``sequential``, ``stacked``, ``captured`` or ``compiled``.
-        clients_per_stack: how many clients are trained together at most.
-        workers: how many processes the clients of a round are shared out to, each with one core.
-        store: a folder for files that hold what clients keep between rounds; None keeps it in memory.
+        clients_per_stack: maximum number of clients trained together.
+        workers: number of processes that train the clients of a round, each with one core.
+        store: a folder for the clients' snapshots; None keeps them in memory.
         seed: seed of all streams; None takes that of ``seed_everything``, else 0.
     """
 
@@ -114,13 +113,13 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.server_optimizer, self.aggregation = server_optimizer, aggregation
         lightning_checks.check_aggregation(self)
         self.engine: Engine = make_engine(engine, clients_per_stack, workers)
-        #: What is kept of every client between rounds.
+        #: Snapshots of all clients between rounds.
         self.snapshots = SnapshotStore() if store is None else DiskSnapshotStore(store)
         self.exchange: Clients = SimulatedClients(self)
         self.roster: list[Introduction] = []
         self.evaluator, self.loop = Evaluator(), FederatedLoop(self)
         self.bytes_up = self.bytes_down = self.completed_rounds = self.completed_stages = 0
-        self.stage, self.tally = Stage(()), Tally()  # under way, and totals of those before it in the round
+        self.stage, self.tally = Stage(()), Tally()  # current stage, and totals of the earlier ones of the round
         self.summary: dict[str, float] = {}
         parameters = dict(self.net.named_parameters())
         self.initial_buffers = {n: v.detach().clone() for n, v in entries(self.net).items() if n not in parameters}
@@ -128,7 +127,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     @classmethod
     def check_arguments(cls, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Refuse arguments that the method does not take, and a net that is none."""
+        """Reject arguments that the method does not have, and a net that is not a module."""
         super().check_arguments(given, named)
         lightning_checks.check_net_argument(cls.__name__, given, named)
 
@@ -136,27 +135,27 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     @property
     def simulation(self) -> SimulatedClients:
-        """The clients, where they are simulated: for reports and attacks, which look at what only clients see."""
+        """The clients if they are simulated, for reports and attacks, which read clients' private state."""
         if not isinstance(self.exchange, SimulatedClients):
             raise FederationError("Clients that are elsewhere keep their models and data: this is for simulations.")
         return self.exchange
 
     @property
     def is_fitting(self) -> bool:
-        """Whether a fit is under way."""
+        """Whether a fit is running."""
         return self._trainer is not None and self._trainer.training
 
     def setting(self, stage: str = "train") -> Setting:
-        """Message of the server to every client of a stage."""
+        """Return the setting that the server sends to every client of a stage."""
         rounds = -1 if self._trainer is None else int(self._trainer.max_epochs or -1)
         return Setting(self.completed_rounds, rounds, stage, len(self.roster))
 
     def cohort(self, round: int) -> list[int]:
-        """The clients that train in a round."""
+        """Return the clients that train in a round."""
         return list(self.datamodule.cohort(round))
 
     def personal_state(self, client: int) -> State:
-        """The model that a simulated client is evaluated with, also if it never trained."""
+        """Return the model on which a simulated client is evaluated, even if it never trained."""
         ((_, state),) = self.simulation.personal(evaluation_setting(self), {client: self.evaluation_down(client)})
         return state
 
@@ -173,7 +172,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def for_worker(self) -> Self:
-        """A copy that another process can train clients with: no Trainer, no clients, no server's optimizer."""
+        """Return a copy with which another process can train clients: no Trainer, clients or server optimizer."""
         twin = copy.copy(self)
         twin._modules = {**self._modules, "net": copy.deepcopy(self.net)}
         twin._trainer = twin.server_optimizer = None
@@ -185,41 +184,40 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
     # ---- Lightning ------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse what cannot be honoured, and show clients in the Trainer's own progress bar."""
+        """Reject unsupported Trainer options, and show clients in the Trainer's own progress bar."""
         lightning_checks.check_trainer(self.trainer)
         persistence.watch(self.trainer)
-        ours = federated_progress_bar(self.trainer.progress_bar_callback)
-        return [SignalsCallback(), *([] if ours is None else [ours])]
+        return [SignalsCallback(), *federated_progress_bars(self.trainer.progress_bar_callback)]
 
     def setup(self, stage: str) -> None:
-        """Check net and data, and let the clients introduce themselves."""
+        """Check net and data, and collect the clients' introductions."""
         self.evaluator.prepare(lightning_checks.check_run(self, stage).num_clients)
-        self.forget_net()  # made anew where the module then lies
+        self.forget_net()  # rebuilt on the module's device
         kind = RankedClients if self.trainer.world_size > 1 else SimulatedClients
         if isinstance(self.exchange, SimulatedClients) and type(self.exchange) is not kind:
             self.exchange = kind(self)
         self.roster = list(self.exchange.introduce())
         if stage == "fit":
             self.exchange.reset()
-            # Of this fit; a checkpoint that is resumed says otherwise.
+            # A resumed checkpoint overwrites these afterwards.
             self.completed_rounds, self.completed_stages, self.tally = 0, 0, Tally()
 
     def teardown(self, stage: str) -> None:
-        """Let the engine forget what it prepared, and stop its processes."""
+        """Let the engine release its resources, and stop its processes."""
         self.exchange.reset()
 
     def on_fit_start(self) -> None:
-        """Clients follow the module to its device and precision, which a checkpoint is read before."""
+        """Move snapshots to the module's device and precision; checkpoints are loaded before these are set."""
         self.snapshots.to(self.device, self.compute_dtype)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_train_start(self) -> None:
-        """Refuse anything but one optimizer of the server."""
+        """Require exactly one server optimizer."""
         lightning_checks.check_server_optimizer(self)
 
     def configure_optimizers(self) -> Optimizer:
-        """The server's optimizer."""
+        """Build the server's optimizer."""
         parameters = [p for p in self.server.parameters() if p.requires_grad]
         if not parameters:
             raise FederationError(f"{type(self.net).__name__} has no trainable parameters.")
@@ -228,11 +226,11 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """One federated round."""
+        """Run one federated round."""
         self._log(self.loop.run())
 
     def on_train_epoch_end(self) -> None:
-        """Step the schedulers of the server's optimizer by rounds."""
+        """Step the schedulers of the server's optimizer, once per round."""
         step_schedulers(self.trainer.lr_scheduler_configs, self.completed_rounds, self.trainer.callback_metrics)
 
     @torch.no_grad()
@@ -249,7 +247,7 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
                 value.copy_(target[name])
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Evaluate a chunk of clients after a round, on what is held out for it, else on their test samples."""
+        """Evaluate a chunk of clients after a round, on held-out samples if there are any, else on test samples."""
         self.evaluator.update(self, batch, self.federation.validated)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -257,22 +255,22 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.evaluator.update(self, batch, "test")
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> dict[int, Tensor]:
-        """Predictions for each client's test samples, such as their classes."""
+        """Return predictions, such as classes, for each client's test samples."""
         return {client: self.task.predict(output) for client, output, _ in self.outputs(batch.tolist(), "test")}
 
     def outputs(self, clients: Sequence[int], split: Split) -> Iterator[ClientOutput]:
-        """Scores and labels of simulated clients' samples with the models that they are evaluated with."""
+        """Yield outputs and targets of simulated clients' samples, each with the client's own model."""
         messages = {client: self.evaluation_down(client) for client in clients}
         return self.simulation.outputs(evaluation_setting(self), messages, split)
 
     def on_validation_epoch_end(self) -> None:
-        """Log what the clients scored."""
+        """Log the clients' scores."""
         if not self.trainer.sanity_checking:
             self._log(self.evaluator.compute(self, self.federation.validated))
         self.evaluator.clear()
 
     def on_test_epoch_end(self) -> None:
-        """Log what the clients scored."""
+        """Log the clients' scores."""
         self._log(self.evaluator.compute(self, "test"))
         self.evaluator.clear()
 
@@ -283,17 +281,17 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, **kwargs: Any) -> Self:  # type: ignore[override]
-        """The method as a checkpoint left it, with every client's snapshot; takes Lightning's arguments.
+        """Load the method with every client's snapshot; takes Lightning's arguments.
 
-        A net that is not a ``FedNet`` has to be passed again: ``load_from_checkpoint(path, net=net)``.
+        A net that is not a ``FedNet`` must be passed again: ``load_from_checkpoint(path, net=net)``.
         """
         with persistence.readable(checkpoint_path, cls.__name__):
             return super().load_from_checkpoint(checkpoint_path, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep every client's snapshot with the server's model."""
+        """Save every client's snapshot with the server's model."""
         persistence.save(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Bring back every client's snapshot."""
+        """Restore every client's snapshot."""
         persistence.load(self, checkpoint)

@@ -1,8 +1,8 @@
 """Server optimizers, and the schedulers of their learning rates.
 
 The optimizers are those of "Adaptive Federated Optimization" (Reddi et al., ICLR 2021, Algorithm 2). They replace plain
-SGD at the server: the gradient that they see is minus the clients' mean change. They differ from torch's ``Adam`` as
-the paper does: no bias correction, an adaptivity ``tau`` of 1e-3 outside the root, and a second moment that starts at
+SGD at the server; their gradient is minus the clients' mean change. They differ from torch's ``Adam`` as the paper
+does: no bias correction, an adaptivity ``tau`` of 1e-3 outside the square root, and a second moment that starts at
 ``tau**2`` rather than at zero.
 """
 
@@ -22,7 +22,7 @@ from fl_lightning.errors import FederationError
 
 
 class _Adaptive(Optimizer):
-    """Base of the two: ``m = b1 m + (1 - b1) g``, a second moment ``v``, ``w -= lr m / (sqrt(v) + tau)``."""
+    """Base class: ``m = b1 m + (1 - b1) g``, a second moment ``v``, ``w -= lr m / (sqrt(v) + tau)``."""
 
     def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float], tau: float) -> None:
         if lr < 0 or tau <= 0 or not all(0 <= beta < 1 for beta in betas):
@@ -33,14 +33,14 @@ class _Adaptive(Optimizer):
     @staticmethod
     @abstractmethod
     def _update_second(v: Tensor, squared: Tensor, beta: float) -> None:
-        """Bring ``v`` up to date, in place, with the squared gradient."""
+        """Update ``v`` in place with the squared gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; parameters without a gradient stay as they are.
+        """Take one step; parameters without a gradient are unchanged.
 
         Args:
-            closure: evaluates the model again and returns the loss; servers need none.
+            closure: reevaluates the model and returns the loss; not needed at a server.
         """
         loss = None
         if closure is not None:
@@ -68,7 +68,7 @@ class FedAdam(_Adaptive):
     Args:
         params: the server's parameters.
         lr: the server's learning rate (eta in the paper).
-        betas: decay of the first and of the second moment.
+        betas: decay of the first and second moments.
         tau: degree of adaptivity; smaller is more adaptive.
 
     Example:
@@ -92,12 +92,12 @@ class FedAdam(_Adaptive):
 class Yogi(_Adaptive):
     """FedYogi's server optimizer: ``v -= (1 - b2) g**2 sign(v - g**2)``.
 
-    Unlike Adam's, the second moment moves by no more than the squared gradient, so it forgets large gradients slowly.
+    Unlike Adam's, the second moment changes by at most the squared gradient, so it forgets large gradients slowly.
 
     Args:
         params: the server's parameters.
         lr: the server's learning rate (eta in the paper).
-        betas: decay of the first and of the second moment.
+        betas: decay of the first and second moments.
         tau: degree of adaptivity; smaller is more adaptive.
 
     Example:
@@ -119,26 +119,26 @@ class Yogi(_Adaptive):
 
 
 def step_schedulers(configs: Iterable[Any], rounds: int, metrics: Mapping[str, Any]) -> None:
-    """Step the schedulers of the server's optimizer at the end of a round; a round is an epoch and a step at once.
+    """Step the schedulers of the server's optimizer at the end of a round; a round is both an epoch and a step.
 
-    A scheduler counts its steps, so that one that has already been stepped for these rounds is not stepped again.
+    A scheduler counts its steps, so it is never stepped twice for the same rounds.
 
     Args:
         configs: ``trainer.lr_scheduler_configs``.
-        rounds: how many rounds are complete.
-        metrics: ``trainer.callback_metrics``, for schedulers that follow a metric.
+        rounds: number of completed rounds.
+        metrics: ``trainer.callback_metrics``, for schedulers that monitor a metric.
     """
     for config in configs:
         scheduler, due = config.scheduler, rounds // config.frequency
         while scheduler.last_epoch < due:
             if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(_followed(config, metrics))
+                scheduler.step(_monitored(config, metrics))
             else:
                 scheduler.step()
 
 
-def _followed(config: Any, metrics: Mapping[str, Any]) -> float:
-    """The metric that a scheduler follows."""
+def _monitored(config: Any, metrics: Mapping[str, Any]) -> float:
+    """Return the metric that a scheduler monitors."""
     if config.monitor not in metrics:
         known = ", ".join(sorted(map(str, metrics)))
         raise FederationError(

@@ -1,4 +1,4 @@
-"""A client as it sees itself, its data, and the values that client and server hand to each other."""
+"""The client's view of itself and its data, and the values exchanged by client and server."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fl_lightning.federation import Federation, Split
 from fl_lightning.wire import Message, State, under, without
 
 T = TypeVar("T")
-#: Names of the stages in which nothing is trained.
+#: Names of the stages without training.
 EVALUATION, SANITY_CHECK, JOINING = "evaluation", "sanity check", "joining"
-#: Prefix of what a client's optimizer remembers, among what the client keeps.
+#: Prefix of the local optimizer's state among the entries that a client keeps.
 OPTIMIZER = "optimizer."
 
 
 class LocalData:
-    """One client's own samples: all the data that its side of a method can reach.
+    """One client's own samples: the only data that its side of a method can access.
 
     Args:
-        source: the samples, at least this client's.
-        row: the client's place in ``source``.
+        source: a federation that contains this client.
+        row: the client's index in ``source``.
     """
 
     def __init__(self, source: Federation, row: int) -> None:
@@ -37,20 +37,20 @@ class LocalData:
         return len(self.source.train[self.row])
 
     def sizes(self) -> dict[str, int]:
-        """Number of samples by split."""
+        """Return the number of samples by split."""
         return {split: len(self.source.index(split)[self.row]) for split in ("train", "val", "test")}
 
     def labels(self, split: Split = "train") -> Tensor:
-        """The labels of a split, in the client's own labelling."""
+        """Return the labels of a split, under the client's own label permutation."""
         return self.source.labels([self.row], self.source.index(split)[self.row][None])[0]
 
     def batches(self, size: int, dtype: torch.dtype, split: Split = "train") -> Iterator[tuple[Tensor, Tensor]]:
-        """All samples of a split in a fixed order, normalised and not augmented.
+        """Yield all samples of a split in a fixed order, normalised but not augmented.
 
         Args:
-            size: samples in a batch.
+            size: batch size.
             dtype: floating precision of the inputs.
-            split: which of the client's samples.
+            split: the split to read.
         """
         for part in torch.split(self.source.index(split)[self.row], size):
             x, y = self.source.gather([self.row], part[None], dtype)
@@ -58,17 +58,17 @@ class LocalData:
 
 
 def together(parts: Sequence[LocalData]) -> tuple[Federation, list[int]]:
-    """Data that holds all of these clients, and their places in it: clients of one simulation share it."""
+    """Return the federation that these clients share, and their rows in it."""
     source = parts[0].source
     if any(part.source is not source for part in parts):
-        raise FederationError("Clients whose data lie apart cannot be trained in one stack: train them one by one.")
+        raise FederationError("Clients with separate data cannot be trained in one stack: train them one by one.")
     return source, [part.row for part in parts]
 
 
 class Memory:
-    """Results that a client works out from a message, kept while it receives the same tensors again.
+    """Cache of results that a client computes from a message, valid while it receives the same tensors.
 
-    A convenience of one process: a client elsewhere works them out anew and comes to the same.
+    An optimisation within one process: a client elsewhere recomputes them and gets the same.
 
     Example:
         >>> memory, received = Memory(), {"w": torch.zeros(2)}
@@ -83,22 +83,22 @@ class Memory:
         self._known: dict[str, tuple[list[Any], State, Any]] = {}
 
     def get(self, purpose: str, received: State) -> Any | None:
-        """The result for these tensors, None if there is none."""
+        """Return the result for these tensors, None if there is none."""
         known = self._known.get(purpose)
         return known[2] if known is not None and known[0] == _traits(received) else None
 
     def put(self, purpose: str, received: State, value: T) -> T:
-        """Keep a result; the tensors stay referenced, so that no others take their place in memory."""
+        """Store a result; the tensors stay referenced, so that their memory cannot be reused."""
         self._known[purpose] = _traits(received), dict(received), value
         return value
 
     def recall(self, purpose: str, received: State, work: Callable[[], T]) -> T:
-        """The result for these tensors, worked out if need be."""
+        """Return the result for these tensors, computed if necessary."""
         known = self.get(purpose, received)
         return self.put(purpose, received, work()) if known is None else known
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all results."""
         self._known.clear()
 
 
@@ -110,21 +110,21 @@ def _traits(tensors: State) -> list[Any]:
 
 @dataclass(frozen=True)
 class Me:
-    """A client as it sees itself.
+    """A client's view of itself.
 
     Args:
         client: its number in the federation.
         number: the number of this training; the client's own unless it trains several models in a round.
-        round: the present round, from 0.
-        rounds: how many rounds the run has, -1 if that is open.
+        round: the current round, from 0.
+        rounds: number of rounds of the run, -1 if unlimited.
         stage: name of the stage of the round.
-        clients: how many clients there are.
+        clients: number of clients.
         seed: the run's seed.
-        private: entries that it kept of its last training.
-        data: its own samples; None where there are none, as after ``load_from_checkpoint`` without data.
+        private: entries kept from its last training.
+        data: its own samples; None if there are none, for example after ``load_from_checkpoint`` without data.
         steps: local steps just taken, for :meth:`ClientSide.leave`.
-        memory: results it may keep from one message to the next.
-        optimizer: what its optimizer remembers of its last training, where that is kept.
+        memory: cache of results across messages.
+        optimizer: state of its optimizer after its last training, if kept.
     """
 
     client: int
@@ -135,52 +135,52 @@ class Me:
     clients: int = 1
     seed: int = 0
     private: State = field(default_factory=dict)
-    data: LocalData = None  # type: ignore[assignment] # looked at only where a client has data
+    data: LocalData = None  # type: ignore[assignment] # only read where a client has data
     steps: int = 0
     memory: Memory = field(default_factory=Memory)
     optimizer: State = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Tell what the optimizer remembers from what the method keeps: both are kept together."""
+        """Split what the client keeps into the optimizer's state and the method's entries."""
         object.__setattr__(self, "optimizer", self.optimizer | under(OPTIMIZER, self.private))
         object.__setattr__(self, "private", without(OPTIMIZER, self.private))
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """The client's random stream of a purpose in this round."""
+        """Return the client's RNG stream for a purpose in this round."""
         return seeding.stream(self.seed, purpose, self.round, self.client)
 
 
 class Reply(NamedTuple):
-    """Message of a client, and the entries that it keeps; None keeps the old ones and is no round of its own."""
+    """A client's message and the entries it keeps; ``keep=None`` keeps the old ones and does not count as a round."""
 
     up: State
     keep: State | None
 
     def plus(self, up: State | None = None, keep: State | None = None) -> Reply:
-        """The same with more that is sent, or kept."""
+        """Return this reply with further entries to send or to keep."""
         kept = self.keep if self.keep is None or keep is None else {**self.keep, **keep}
         return Reply({**self.up, **(up or {})}, kept)
 
 
 class Returned(NamedTuple):
-    """One client's training, seen from the server."""
+    """The result of one client's training, as the server sees it."""
 
     message: Message
     counts: bool = True
-    """Whether it counts as a round of the client's."""
+    """Whether it counts as a round of the client."""
     sound: bool = True
-    """Whether all that the client keeps is finite."""
+    """Whether all entries that the client keeps are finite."""
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """Introduction of a client that joins.
+    """Sent by a client when it joins.
 
     Args:
-        samples: its number of training samples, which every message says again.
+        samples: its number of training samples, repeated in every message.
         shape: shape of a sample.
-        dtype: type of its inputs as the net gets them, None for the net's own precision.
-        told: what the method's clients tell besides.
+        dtype: dtype of the net's inputs, None for the net's own precision.
+        told: further entries, from the method's ``introduce``.
     """
 
     samples: int
@@ -191,15 +191,15 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a round: clients that train side by side and whose messages the server then aggregates.
+    """Part of a round: clients that train in parallel, and the aggregation of their messages.
 
     Args:
-        clients: who trains; a stage without clients is left out.
-        name: how clients tell the stages apart.
+        clients: the clients that train; a stage without clients is skipped.
+        name: lets clients distinguish the stages.
         send: makes the message to a client; None means the method's ``message_down``.
         absorb: turns the messages into new values of the server's entries; None means the method's ``aggregate``.
-        needed: whether the round cannot go on without it; else one in which no client's update is finite changes
-            nothing, as long as another stage of the round has one that is.
+        needed: whether the round must fail if no update of this stage is finite; otherwise such a stage changes
+            nothing, as long as another stage of the round has a finite update.
     """
 
     clients: Sequence[int]
@@ -211,13 +211,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Setting:
-    """Message of the server to every client of a stage.
+    """Sent by the server to every client of a stage.
 
     Args:
-        round: the present round, from 0.
-        rounds: how many rounds the run has, -1 if that is open.
+        round: the current round, from 0.
+        rounds: number of rounds of the run, -1 if unlimited.
         stage: name of the stage.
-        clients: how many clients there are.
+        clients: number of clients.
     """
 
     round: int = 0
@@ -226,5 +226,5 @@ class Setting:
     clients: int = 1
 
 
-#: Messages by the numbers of the clients that they are for.
+#: Messages by the numbers of their recipients.
 Messages = Mapping[int, State]

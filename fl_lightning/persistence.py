@@ -1,4 +1,4 @@
-"""Checkpoints of a federated run, and the checks that refuse one that does not fit."""
+"""The federated part of a checkpoint, and checks that reject a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KEY = "fl_lightning"
 VERSION = 1
-#: Types of what is kept, where they are plain.
+#: Types of the saved values, as far as they are plain.
 FORM: dict[str, Any] = {
     "seed": int,
     "rounds": int,
@@ -37,15 +37,15 @@ FORM: dict[str, Any] = {
     "summary": dict,
     "scores": dict,
 }
-#: Settings that a run may go on with other values of: they change how it is computed, not what.
+#: Settings that may change when a run is resumed: they change how results are computed, not which.
 FREE = ("engine", "workers", "clients_per_stack", "store", "seed", "net")
 
 
 def note_hyperparameters(module: FederatedModule, net: nn.Module | dict[str, Any]) -> None:
-    """Add to the module's hyperparameters what ``load_from_checkpoint`` needs to make it again.
+    """Add to the module's hyperparameters what ``load_from_checkpoint`` needs to rebuild it.
 
-    The net is noted as class path and arguments, which load with ``weights_only=True``. A plain ``nn.Module`` cannot
-    be noted; it has to be passed again.
+    The net is saved as class path and arguments, which load with ``weights_only=True``. A plain ``nn.Module`` cannot
+    be saved like this and must be passed again.
     """
     module.hparams["seed"] = module.seed
     if isinstance(net, FedNet):
@@ -81,15 +81,15 @@ def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
 
 
 def load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
-    """Restore the federated part of a checkpoint, or say in a sentence why it does not fit."""
+    """Restore the federated part of a checkpoint, or raise an error that says why it does not fit."""
     try:
         _load(module, checkpoint)
     except FederationError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FederationError(
-            f"The checkpoint lacks what fl_lightning keeps of a run, or has it in another form "
-            f"({type(error).__name__}: {error}): use one that was not changed."
+            f"The checkpoint lacks part of the state of a federated run, or has it in another form "
+            f"({type(error).__name__}: {error}): use an unmodified one."
         ) from error
 
 
@@ -107,7 +107,7 @@ def _load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     module.exchange.load_state_dict(saved["clients"])
     if module._trainer is not None:
         _check_run(module, module._trainer, saved)
-        _tell_changes(module, module._trainer, checkpoint)
+        _warn_of_changes(module, module._trainer, checkpoint)
     _check_form(saved, checkpoint["epoch"] if "epoch" in checkpoint else saved["rounds"])
     if saved["engine"] is not None:
         module.engine.settle(saved["engine"])
@@ -119,58 +119,58 @@ def _load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
 
 
 def _check_form(saved: dict[str, Any], epoch: int) -> None:
-    """Refuse values of other types than were saved, clients without a half of what is kept, and rounds to come."""
+    """Reject values of wrong types, inconsistent clients, and round counts beyond the epoch."""
     for name, kind in FORM.items():
         if name in saved and not arguments.fits(saved[name], kind):
             raise TypeError(f"{name} is not {arguments.in_words(kind)}")
     if not 0 <= saved["rounds"] <= epoch + 1 or saved.get("stages", 0) < 0:
         raise ValueError(f"{saved['rounds']} rounds, {saved.get('stages', 0)} stages, epoch {epoch}")
     if saved["clients"]["private"].keys() != saved["clients"]["counters"].keys():
-        raise ValueError("not the same clients have entries and counters")
+        raise ValueError("entries and counters are of different clients")
 
 
 def _check_entries(module: FederatedModule, saved: dict[str, torch.Tensor]) -> None:
     own = module.state_dict()
     if own.keys() != saved.keys() or any(own[name].shape != saved[name].shape for name in own):
         raise FederationError(
-            f"The checkpoint's model does not fit {type(module.net).__name__}: make the net with the settings it was "
+            f"The checkpoint's model does not fit {type(module.net).__name__}: build the net with the settings it was "
             "trained with, or use load_from_checkpoint."
         )
     if module._trainer is not None and module._trainer.precision == "64-true":
-        module.double()  # the Trainer would do so only after the weights are read, and they would lose digits
+        module.double()  # before the weights are loaded: the Trainer converts later, which would round them
 
 
-def _fits(trainer: Trainer) -> bool:
+def _is_fit(trainer: Trainer) -> bool:
     return bool(trainer.training) or trainer.state.fn == "fit"
 
 
 def _check_run(module: FederatedModule, trainer: Trainer, saved: dict[str, Any]) -> None:
-    """A run is continued only with its own seed, data and server optimizer; a model may be evaluated with others."""
-    if not _fits(trainer):
+    """Require the same seed, data and server optimizer to resume a fit; evaluation may use others."""
+    if not _is_fit(trainer):
         return
     if saved["seed"] != module.seed:
         raise FederationError(
-            f"The checkpoint's run had seed {saved['seed']} and cannot go on with seed {module.seed}: "
+            f"The checkpoint's run had seed {saved['seed']} and cannot continue with seed {module.seed}: "
             f"pass seed={saved['seed']}."
         )
     optimizer = module.configure_optimizers()
     given = type(optimizer).__name__
     if isinstance(optimizer, Optimizer) and saved.get("optimizer") not in (None, given):
         raise FederationError(
-            f"The checkpoint's run had the server optimizer {saved['optimizer']} and cannot go on with {given}: pass "
-            "the server_optimizer that it was started with."
+            f"The checkpoint's run had the server optimizer {saved['optimizer']} and cannot continue with {given}: "
+            "pass the server_optimizer that it was started with."
         )
     fingerprint = getattr(trainer.datamodule, "fingerprint", None)  # type: ignore[attr-defined]
     if saved["data"] is not None and fingerprint is not None and saved["data"] != fingerprint:
         raise FederationError(
-            "The checkpoint's run had other data or another partition: continue it with the DataModule settings and "
+            "The checkpoint's run had other data or another partition: resume it with the DataModule settings and "
             "seed it was started with."
         )
 
 
-def _tell_changes(module: FederatedModule, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Name the settings that differ from those of the run that is continued, in one warning."""
-    if not _fits(trainer):
+def _warn_of_changes(module: FederatedModule, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """List the settings that differ from those of the resumed run, in one warning."""
+    if not _is_fit(trainer):
         return
     saved, now = dict(checkpoint.get("hyper_parameters") or {}), dict(module.hparams)
     if checkpoint[KEY].get("sampled") is not None:
@@ -178,20 +178,20 @@ def _tell_changes(module: FederatedModule, trainer: Trainer, checkpoint: dict[st
     names = [name for name in now if name in saved and name not in FREE and not name.startswith("_")]
     pairs = {name: (_text(now[name]), _text(saved[name])) for name in names}
     changed = [f"{name} {new} (was {old})" for name, (new, old) in pairs.items() if new != old and " at 0x" not in new]
-    changed += _other_steps(module, checkpoint)
+    changed += _changed_server_options(module, checkpoint)
     if changed:
-        rank_zero_warn(f"The run goes on with other settings than those of its checkpoint: {', '.join(changed)}.")
+        rank_zero_warn(f"The run continues with other settings than its checkpoint: {', '.join(changed)}.")
 
 
-def _other_steps(module: FederatedModule, checkpoint: dict[str, Any]) -> list[str]:
-    """Arguments of the server's optimizer that differ; those in the checkpoint hold, since Lightning restores them."""
+def _changed_server_options(module: FederatedModule, checkpoint: dict[str, Any]) -> list[str]:
+    """List changed options of the server's optimizer; the checkpoint's apply, since Lightning restores them."""
     optimizer, states = module.configure_optimizers(), checkpoint.get("optimizer_states")
     if not isinstance(optimizer, Optimizer) or not states:
         return []
     now, saved = optimizer.param_groups[0], states[0]["param_groups"][0]
     pairs = {name: (now[name], saved[name]) for name in saved if name != "params" and name in now}
     differ = {name: pair for name, pair in pairs.items() if _text(pair[0]) != _text(pair[1])}
-    return [f"server_optimizer {name} {new}, which does not hold ({old})" for name, (new, old) in differ.items()]
+    return [f"server_optimizer {name} {new}, which is ignored ({old})" for name, (new, old) in differ.items()]
 
 
 def _data(trainer: Trainer) -> Any:
@@ -199,5 +199,5 @@ def _data(trainer: Trainer) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A setting as a text in which a list and a tuple of the same are the same."""
+    """Format a setting so that equal lists and tuples give the same text."""
     return str(list(value) if isinstance(value, tuple) else value)

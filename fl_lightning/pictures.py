@@ -1,7 +1,7 @@
-"""Pictures that the dashboard, the report and the documentation share: for every eye, and for print.
+"""Plots shared by the dashboard, the report and the documentation, legible in print and for colour-blind readers.
 
-Every function returns a matplotlib ``Figure``; who calls it decides where it goes. matplotlib is imported when a
-picture is drawn, so that nothing else waits for it.
+Every function returns a matplotlib ``Figure`` for the caller to show or save. matplotlib is imported only when a
+plot is drawn.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fl_lightning.measure import ACCURACY, Measure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Okabe and Ito's colours, told apart by everyone; black last.
+#: Okabe and Ito's colours, which colour-blind readers can distinguish; black last.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-#: Colours with line styles, so that lines are told apart in a black and white print too.
+#: Colours with line styles, so that lines can also be distinguished in black-and-white print.
 STYLES = tuple(
     (colour, ("-", "--", "-.", ":")[(i + turn) % 4]) for turn in range(4) for i, colour in enumerate(COLOURS)
 )
@@ -31,7 +31,7 @@ Values = NDArray[np.float64]
 
 
 def canvas(width: float = 7.0, height: float = 3.6) -> Figure:
-    """An empty figure that needs no display."""
+    """Create an empty figure that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,10 +41,17 @@ def canvas(width: float = 7.0, height: float = 3.6) -> Figure:
 
 
 def for_tiles() -> contextlib.AbstractContextManager[None]:
-    """A context whose pictures have larger letters: TensorBoard shows them as small tiles."""
+    """Return a context that draws plots with larger letters, for TensorBoard's small tiles."""
     from matplotlib import rc_context
 
     return rc_context({"font.size": 14.0, "figure.dpi": 130})
+
+
+def letters() -> float:
+    """Return the font size in points: 10, and more within :func:`for_tiles`."""
+    from matplotlib import rcParams
+
+    return float(rcParams["font.size"])
 
 
 def lines(
@@ -57,17 +64,17 @@ def lines(
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
     from_zero: bool = False,
 ) -> Figure:
-    """One line per name.
+    """Plot one line per name.
 
     Args:
-        curves: places and values by name, such as rounds and accuracies by method.
-        x: what the places are.
-        y: what the values are.
-        title: title of the picture.
-        scale: values are multiplied by it, 100 for percent.
-        looks: numbers of a line's colour and of its style by name; by default each line has its own.
+        curves: x and y values by name, such as rounds and accuracies by method.
+        x: label of the x axis.
+        y: label of the y axis.
+        title: title of the plot.
+        scale: factor of the y values, 100 for percent.
+        looks: indices of a line's colour and style by name; by default each line has its own.
         bands: lower and upper edge of a band around a line, by name.
-        from_zero: whether the vertical axis begins at zero.
+        from_zero: whether the y axis starts at zero.
     """
     figure = canvas(6.0, 3.4 + 0.12 * len(curves))
     axes = figure.subplots()
@@ -76,7 +83,8 @@ def lines(
         colour, style = COLOURS[colour_number % len(COLOURS)], STYLES[style_number % len(STYLES)][1]
         marker = "o" if len(places) == 1 else None
         height = scale * np.asarray(values, dtype=np.float64)
-        axes.plot(places, height, color=colour, linestyle=style, marker=marker, label=name)
+        width = 2.2 if style == ":" else 1.5  # dots are faint
+        axes.plot(places, height, color=colour, linestyle=style, linewidth=width, marker=marker, label=name)
         if bands and name in bands:
             low, high = (scale * np.asarray(edge, dtype=np.float64) for edge in bands[name])
             axes.fill_between(np.asarray(places, dtype=np.float64), low, high, color=colour, alpha=0.12, linewidth=0)
@@ -93,13 +101,13 @@ def lines(
 
 
 def heat_map(rounds: Sequence[int], scores: Values, title: str = "", measure: Measure = ACCURACY) -> Figure:
-    """Score of every client by round: clients that stay behind are dark rows.
+    """Plot the score of every client by round; clients with low scores are dark rows.
 
     Args:
         rounds: the rounds, in order.
         scores: accuracies as fractions, or another measure, shape (rounds, clients); NaN is left white.
-        title: title of the picture.
-        measure: what the scores are.
+        title: title of the plot.
+        measure: the measure of the scores.
     """
     figure = canvas(6.0, 4.0)
     axes = figure.subplots()
@@ -121,13 +129,13 @@ def heat_map(rounds: Sequence[int], scores: Values, title: str = "", measure: Me
 def distribution(
     runs: Mapping[str, tuple[Values, Sequence[Any]]], title: str = "", measure: Measure = ACCURACY
 ) -> Figure:
-    """How many clients end with which score, one panel per run, groups on top of each other.
+    """Plot a histogram of the clients' final scores, one panel per run, with groups stacked.
 
     Args:
-        runs: by name the clients' scores, accuracies as fractions, shape (clients,), and their groups, or an empty
+        runs: by name, the clients' scores (accuracies as fractions), shape (clients,), and their groups, or an empty
             list.
-        title: below the last panel.
-        measure: what the scores are.
+        title: text below the last panel.
+        measure: the measure of the scores.
     """
     figure = canvas(7.0, 0.7 + 1.7 * len(runs))
     panels = np.atleast_1d(figure.subplots(len(runs), 1, sharex=True, sharey=True))
@@ -137,7 +145,7 @@ def distribution(
         kinds = sorted(set(labels), key=lambda kind: (-labels.count(kind), str(kind)))[: len(COLOURS)]
         parts = [measure.scale * scores[[label == kind for label in labels]] for kind in kinds]
         names = [f"{kind} ({len(part)})" for kind, part in zip(kinds, parts, strict=True)]
-        # Edges in the background's colour keep stacked bars apart in print.
+        # White edges separate stacked bars in print.
         bars = {"stacked": True, "edgecolor": "white", "linewidth": 0.5}
         axes.hist(parts, bins=np.linspace(low, high, 41).tolist(), color=COLOURS[: len(kinds)], label=names, **bars)
         mean = measure.scale * float(np.nanmean(scores))
@@ -156,7 +164,7 @@ def _on_own_samples(measure: Measure) -> str:
 
 
 def _limits(scores: Values, measure: Measure) -> tuple[float, float]:
-    """From 0 to 100 percent; of a measure that is no share what the scores span, from 0 where none is below it."""
+    """Return 0 to 100 percent, or the range of the scores, extended to 0, for a measure that is not a share."""
     known = scores[np.isfinite(scores)]
     if measure.share or not known.size:
         return 0.0, measure.scale
@@ -165,13 +173,13 @@ def _limits(scores: Values, measure: Measure) -> tuple[float, float]:
 
 
 def scatter(points: Values, labels: Sequence[Any], title: str, names: Sequence[str] = ()) -> Figure:
-    """Points in the plane, coloured and marked by label.
+    """Plot points in the plane, coloured and marked by label.
 
     Args:
         points: shape (n, 2).
         labels: one per point.
-        title: title of the picture.
-        names: text beside every point, if any.
+        title: title of the plot.
+        names: text next to every point, if any.
     """
     figure = canvas(5.6, 4.4)
     axes = figure.subplots()
@@ -181,7 +189,8 @@ def scatter(points: Values, labels: Sequence[Any], title: str, names: Sequence[s
         colour, marker = COLOURS[number % len(COLOURS)], "osD^vP*"[number % 7]
         axes.scatter(points[chosen, 0], points[chosen, 1], label=str(kind), color=colour, marker=marker)
     for place, name in zip(points, names, strict=False):
-        axes.annotate(name, tuple(place), xytext=(3, 3), textcoords="offset points", fontsize="x-small")
+        axes.annotate(name, tuple(place), xytext=(3, 3), textcoords="offset points", fontsize="small")
+    axes.margins(0.1)
     axes.set(title=title, xticks=[], yticks=[])
     if 1 < len(kinds) <= 20:
         axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -189,14 +198,16 @@ def scatter(points: Values, labels: Sequence[Any], title: str, names: Sequence[s
 
 
 def pixels(figure: Figure) -> NDArray[np.uint8]:
-    """The figure as an image, shape (height, width, 3)."""
-    canvas_of: Any = figure.canvas
+    """Render a figure as an image, shape (height, width, 3)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas_of: Any = FigureCanvasAgg(figure)
     canvas_of.draw()
     return np.asarray(canvas_of.buffer_rgba())[..., :3].copy()
 
 
 def embedded(figure: Figure) -> str:
-    """The figure as a ``data:`` address of an SVG, for pages that must need nothing else."""
+    """Encode a figure as a ``data:`` URL of an SVG, for self-contained pages."""
     from matplotlib import rc_context
 
     file = io.BytesIO()

@@ -9,24 +9,24 @@ import sys
 
 from fl_lightning.errors import FederationError
 
-#: Environment variables: effects that are left alone, separated by commas; seconds without a sign of life.
+#: Environment variables: effects to disable, separated by commas; the time limit of a process without a sign of life.
 LEAVE, LIMIT = "FL_LIGHTNING_LEAVE", "FL_LIGHTNING_TIMEOUT"
-#: Effects on the process that may be left alone, and what each of them is.
+#: Process-wide effects that can be disabled, with a description of each.
 EFFECTS = {
-    "memory": "the C library keeps the memory of large tensors (mallopt)",
+    "memory": "the C library reuses the memory of large tensors (mallopt)",
     "mkldnn": "oneDNN is off while a recurrent layer is mapped over clients",
     "checkpoints": "the Trainer writes and reads checkpoints through fl_lightning.checkpoints",
-    "signals": "SIGTERM, Ctrl-C and Slurm's signal are acted on between local steps",
+    "signals": "SIGTERM, Ctrl-C and Slurm's signal are handled between local steps",
     "argv": "the command line resolves short names in sys.argv",
 }
-#: Seconds that a process may show no sign of life unless LIMIT says otherwise.
+#: Default time limit in seconds.
 PATIENCE = 1800.0
-#: Linux: the number of prctl's option that has a process killed with its parent.
+#: Option of Linux's prctl that kills a process when its parent ends.
 PR_SET_PDEATHSIG = 1
 
 
 def wanted(effect: str) -> bool:
-    """Whether an effect on the whole process is wanted.
+    """Return whether a process-wide effect is enabled.
 
     Example:
         >>> os.environ[LEAVE] = "memory,argv"
@@ -42,7 +42,7 @@ def wanted(effect: str) -> bool:
 
 
 def time_limit() -> float:
-    """Seconds after which a worker that takes no step, or a rank that does not answer, counts as hung."""
+    """Return the seconds after which a worker without a step, or a rank without an answer, counts as hung."""
     given = os.environ.get(LIMIT, "")
     try:
         seconds = float(given or PATIENCE)
@@ -54,6 +54,6 @@ def time_limit() -> float:
 
 
 def end_with_parent() -> None:
-    """Have this process killed with the one that started it, even while it is stopped; on Linux alone."""
+    """Have this process killed when its parent ends, even if it is stopped; only on Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

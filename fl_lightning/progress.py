@@ -1,17 +1,19 @@
 """Progress bars that count the clients of a round.
 
-To the Trainer a round is an epoch of one batch, so its own bars would jump from 0/1 to 1/1. These show ``Round 3`` and
-one tick per client that has trained; validation, test and prediction look as before.
+To the Trainer a round is an epoch with one batch, so its own bars jump from 0/1 to 1/1. These show ``Round 3`` and
+count trained clients; validation, test and prediction look as usual.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedColumn
+from rich.console import Console
 from rich.progress import Task
 from rich.text import Text
 
@@ -21,12 +23,12 @@ from fl_lightning.wire import Message
 
 
 class FederatedTQDMProgressBar(TQDMProgressBar):
-    """Lightning's TQDM bar, with rounds for epochs and clients for batches.
+    """Lightning's TQDM bar, with rounds as epochs and clients as batches.
 
     Args:
-        refresh_rate: after how many clients the bar is drawn again; 0 turns it off.
-        process_position: lines by which the bars are moved down.
-        leave: keep each round's bar on the screen.
+        refresh_rate: number of clients between updates; 0 disables the bar.
+        process_position: number of lines by which the bars are moved down.
+        leave: whether to keep each round's bar on the screen.
     """
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
@@ -35,7 +37,7 @@ class FederatedTQDMProgressBar(TQDMProgressBar):
         self._trained = 0
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Wait for the round to say how many clients it has."""
+        """Reset the number of clients until the round starts."""
         self._clients = None
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
@@ -72,7 +74,7 @@ class FederatedTQDMProgressBar(TQDMProgressBar):
 
 
 class _MeanSpeedColumn(ProcessingSpeedColumn):
-    """Speed over the whole bar: Rich's own, between updates, is absurd for clients that end together."""
+    """Mean speed over the whole bar; Rich's own, between updates, is meaningless if clients finish together."""
 
     def render(self, task: Task) -> Text:
         seconds = task.finished_time if task.finished else task.elapsed
@@ -80,7 +82,7 @@ class _MeanSpeedColumn(ProcessingSpeedColumn):
 
 
 class FederatedRichProgressBar(RichProgressBar):
-    """Lightning's Rich bar, with rounds for epochs and clients for batches; takes the same arguments."""
+    """Lightning's Rich bar, with rounds as epochs and clients as batches; takes the same arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +90,7 @@ class FederatedRichProgressBar(RichProgressBar):
         self._trained = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the round to say how many clients it has."""
+        """Reset the number of clients until the round starts."""
         self._clients = None
         if self.is_enabled and self._leave and self.train_progress_bar_id is not None:
             self._stop_progress()
@@ -124,25 +126,25 @@ class FederatedRichProgressBar(RichProgressBar):
             self.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Lightning's columns, but for the speed."""
+        """Return Lightning's columns with the mean speed."""
         mean = _MeanSpeedColumn(self.theme.processing_speed)
         columns = super().configure_columns(trainer)
         return [mean if isinstance(column, ProcessingSpeedColumn) else column for column in columns]
 
     def _describe(self, round: int) -> str:
-        """``Round 3/100``, as wide as the validation bar's description so that the bars stay aligned."""
+        """Return ``Round 3/100``, padded to the validation bar's description so that the bars stay aligned."""
         last = f"/{self.trainer.max_epochs}" if self.trainer.max_epochs not in (None, -1) else ""
         return f"Round {round + 1}{last}".ljust(len(self.validation_description))
 
 
 class RoundProgress(ProgressBar):
-    """The command line's view of a run: round, clients done, local steps a second, mean score, time to the end.
+    """The command line's progress display: round, clients done, local steps per second, mean score, remaining time.
 
-    ``Trainer(callbacks=[RoundProgress()])`` gives it to runs in Python. Where there is no terminal it writes a plain
-    line every ten seconds.
+    ``Trainer(callbacks=[RoundProgress()])`` uses it from Python. In a notebook it is one live line, without a
+    terminal a plain line every ten seconds.
 
     Args:
-        quiet: show nothing.
+        quiet: whether to show nothing.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -154,7 +156,7 @@ class RoundProgress(ProgressBar):
         self._speed = self._score = ""
 
     def disable(self) -> None:
-        """Show nothing from now on."""
+        """Hide progress from now on."""
         self.quiet = True
 
     def enable(self) -> None:
@@ -162,19 +164,19 @@ class RoundProgress(ProgressBar):
         self.quiet = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print the module's text above the view."""
+        """Print the module's text above the progress line."""
         if self._view is not None:
             self._view.print(" ".join(map(str, args)))
         else:
             print(*args, **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with the first round, or where a checkpoint left off."""
+        """Start at the first round, or at the one of a checkpoint."""
         rounds = trainer.max_epochs if trainer.max_epochs not in (None, -1) else None
         self._view = View("round", rounds, trainer.current_epoch, self.quiet)
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
-        """Count the clients anew."""
+        """Reset the count of clients."""
         self._clients, self._trained, self._began = len(cohort), 0, time.monotonic()
         self._before = _steps(pl_module)
         self._update(round)
@@ -191,7 +193,7 @@ class RoundProgress(ProgressBar):
             self._speed = f"{(_steps(pl_module) - self._before) / seconds:,.0f} steps/s"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the clients' mean of what counts."""
+        """Show the mean of the clients' headline metric."""
         module: Any = pl_module
         measure = module.task.measure if hasattr(module, "task") else ACCURACY
         known = [split for split in ("val", "test") if f"{split}/{measure.name}" in trainer.callback_metrics]
@@ -200,7 +202,7 @@ class RoundProgress(ProgressBar):
             self._score = f"{known[0]} {measure.title} {mean:{'.1f' if measure.share else '.4g'}}{measure.unit}"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The round is over."""
+        """Advance to the next round."""
         if self._view is not None:
             self._view.update(trainer.current_epoch + 1, self._counted(), self._speed, self._score)
 
@@ -209,7 +211,7 @@ class RoundProgress(ProgressBar):
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The same where a run breaks off."""
+        """Close the display when a run is interrupted, too."""
         if self._view is not None:
             self._view.close()
             self._view = None
@@ -218,7 +220,7 @@ class RoundProgress(ProgressBar):
 
     def _update(self, round: int) -> None:
         if self._view is not None:
-            # A round's clients and its validation share the step to the next round.
+            # Validation takes the rest of the step to the next round.
             part = 0.9 * self._trained / max(self._clients, 1)
             self._view.update(round + part, self._counted(), self._speed, self._score)
 
@@ -227,19 +229,19 @@ class RoundProgress(ProgressBar):
 
 
 def _steps(module: Any) -> int:
-    """Local steps that all clients have taken so far."""
+    """Return the number of local steps that all clients have taken so far."""
     snapshots = getattr(module, "snapshots", {})
     return sum(snapshots[client].steps for client in snapshots)
 
 
 def federated_progress_bar(bar: ProgressBar | None) -> ProgressBar | None:
-    """The federated bar that replaces one of Lightning's own, with the same settings.
+    """Return the federated bar that replaces one of Lightning's own, with the same settings.
 
     Args:
         bar: the Trainer's progress bar; None if it has none.
 
     Returns:
-        The new bar, or None if there is none, or one that is federated already or a class of the user's own.
+        The new bar, or None if there is none to replace, or it is federated already or a class of the user's own.
     """
     ours: FederatedTQDMProgressBar | FederatedRichProgressBar
     if type(bar) is TQDMProgressBar:
@@ -251,3 +253,23 @@ def federated_progress_bar(bar: ProgressBar | None) -> ProgressBar | None:
     if not bar._enabled:
         ours.disable()
     return ours
+
+
+def federated_progress_bars(bar: ProgressBar | None) -> list[ProgressBar]:
+    """Return the callbacks that replace a Trainer's progress bar.
+
+    Rich, Lightning's default, shows only warnings in a notebook without ipywidgets; there it is disabled, and
+    :class:`RoundProgress` is used instead. It is still returned, since Lightning removes a bar only for a subclass.
+    """
+    ours = federated_progress_bar(bar)
+    if ours is None:
+        return []
+    if isinstance(ours, FederatedRichProgressBar) and ours.is_enabled and _plain_notebook():
+        ours.disable()
+        return [RoundProgress(), ours]
+    return [ours]
+
+
+def _plain_notebook() -> bool:
+    """Return whether this is a notebook without widgets."""
+    return Console().is_jupyter and importlib.util.find_spec("ipywidgets") is None

@@ -1,4 +1,4 @@
-"""Processes of one run that wait for each other, and say which of them does not come."""
+"""Synchronisation of a run's processes that reports which of them are missing."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fl_lightning.process import time_limit
 
 
 class RankError(FederationError):
-    """Another process of the run has ended or does not answer; nothing of the present stage was kept."""
+    """Another process of the run has ended or does not answer; the current stage was discarded."""
 
 
-#: The group by which processes wait for each other, made once for the run that it belongs to.
+#: The process group for barriers, with the world group that it was made for.
 _group: list[tuple[Any, Any]] = []
 
 
 def meet(seconds: float | None = None) -> None:
-    """Wait until every process of the run is here, or end with the names of those that are not.
+    """Wait until every process of the run arrives, or raise an error that names the missing ones.
 
-    To be called by all of them before what crosses between them is gathered. A process that has died is noticed at
-    once, one that hangs after the time limit.
+    Must be called by all processes before a collective operation. A process that died is noticed at once, one that
+    hangs after the time limit.
 
     Args:
-        seconds: how long to wait; None takes ``FL_LIGHTNING_TIMEOUT``, else half an hour.
+        seconds: time limit; None takes ``FL_LIGHTNING_TIMEOUT``, else half an hour.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -40,23 +40,23 @@ def meet(seconds: float | None = None) -> None:
     try:
         dist.monitored_barrier(group, timeout=timedelta(seconds=limit), wait_all_ranks=True)
     except RuntimeError as error:
-        signals.check()  # which the others may have had too
+        signals.check()  # the other processes may have received the same signal
         raise RankError(_sentence(str(error), limit)) from error
 
 
 @contextmanager
 def crossing() -> Iterator[None]:
-    """Wait until every process of the run is here, and end in the same way if one is lost while the block runs."""
+    """Wait for every process of the run, and raise the same error if one is lost during the block."""
     meet()
     try:
         yield
-    except RuntimeError as error:  # of the sockets
+    except RuntimeError as error:  # from the sockets
         signals.check()
         raise RankError(_sentence(str(error), time_limit())) from error
 
 
 def _gloo() -> Any:
-    """A group of the processes that can be monitored, whatever the tensors cross by."""
+    """Return a Gloo group of all processes, which supports monitored barriers, whatever the backend."""
     world = dist.group.WORLD
     if not _group or _group[0][0] is not world:
         own = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
@@ -65,7 +65,7 @@ def _gloo() -> Any:
 
 
 def _sentence(said: str, limit: float) -> str:
-    """Describe the ranks that did not come.
+    """Describe the missing ranks.
 
     Example:
         >>> _sentence("[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 500 ms", 0.5)[:64]
@@ -74,6 +74,6 @@ def _sentence(said: str, limit: float) -> str:
     missing = re.search(r"Ranks ([\d, ]*\d) failed to pass", said)
     who = f"Ranks {missing[1]}" if missing else "Other ranks"
     return (
-        f"{who} of the run have ended or did not answer for {limit:g} seconds: see what they say; the last checkpoint "
+        f"{who} of the run have ended or did not answer for {limit:g} seconds: see their output; the last checkpoint "
         "is intact."
     )

@@ -1,4 +1,4 @@
-"""Versions that the package works with, and the names that it exports; neither needs torch to be imported."""
+"""Supported versions of dependencies, and the exported names; neither needs to import torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-#: Packages whose classes can be imported from ``fl_lightning`` itself.
+#: Packages whose classes are exported by ``fl_lightning`` itself.
 EXPORTING = ("methods", "datamodules", "nets", "callbacks")
 
 
 def check_requirements(wanted: list[str] | None = None) -> None:
-    """Raise ImportError, in one sentence, where an installed version is not one that the package declares.
+    """Raise ImportError if an installed version is not one that the package declares.
 
-    Requirements are the installed package's own; a source tree that is not installed has none.
+    Requirements are those of the installed distribution; a source tree that is not installed has none.
     """
     if wanted is None:
         try:
@@ -29,7 +29,7 @@ def check_requirements(wanted: list[str] | None = None) -> None:
         try:
             found = version(requirement.name)
         except PackageNotFoundError:
-            continue  # whoever needs it says so, by name
+            continue  # code that needs it raises its own error
         if not requirement.specifier.contains(found, prereleases=True):
             plain = f"{requirement.name}{requirement.specifier}"
             raise ImportError(
@@ -39,7 +39,7 @@ def check_requirements(wanted: list[str] | None = None) -> None:
 
 @cache
 def exported() -> dict[str, str]:
-    """The package of every exported class; the packages' ``__all__`` is read without importing them."""
+    """Return the package of every exported class, read from ``__all__`` without importing the packages."""
     found: dict[str, str] = {}
     for package in reversed(EXPORTING):
         tree = ast.parse((Path(__file__).parent / package / "__init__.py").read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Rules that a server may aggregate by when it cannot trust every client.
+"""Robust aggregation rules, for servers that cannot trust every client.
 
-Every rule is a function of the clients' values, stacked in the rows of a matrix, and knows neither methods nor
-messages; :class:`Aggregation` applies one to messages. Weights are left out of account: a number of samples is a claim,
-and a client that lies about it would have the weight of all others.
+Every rule is a function of the clients' values, stacked as rows of a matrix, and independent of methods and messages;
+:class:`Aggregation` applies one to messages. Rules ignore sample weights: a client could claim any number of samples
+and thus outweigh all others.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import Message, State
 
-#: Steps of the geometric median, and the distance below which two points are one.
+#: Maximum number of steps of the geometric median, and the smallest distance or norm divided by.
 STEPS, SMOOTH = 100, 1e-8
 
 
 def coordinate_median(values: Tensor) -> Tensor:
-    """The median of every column (Yin et al., 2018); stands as long as less than half of the rows are hostile.
+    """Compute the median of every column (Yin et al., 2018); robust if less than half of the rows are hostile.
 
     Args:
-        values: one row for each client, shape (K, D).
+        values: one row per client, shape (K, D).
 
     Example:
         >>> coordinate_median(torch.tensor([[1.0], [2.0], [900.0]]))
@@ -37,11 +37,11 @@ def coordinate_median(values: Tensor) -> Tensor:
 
 
 def trimmed_mean(values: Tensor, trimmed: int) -> Tensor:
-    """The mean of every column without its largest and smallest values (Yin et al., 2018).
+    """Compute the mean of every column without its largest and smallest values (Yin et al., 2018).
 
     Args:
-        values: one row for each client, shape (K, D).
-        trimmed: how many are left out at each end; the rule stands as long as no more rows are hostile.
+        values: one row per client, shape (K, D).
+        trimmed: number of values removed at each end; robust if at most as many rows are hostile.
 
     Example:
         >>> trimmed_mean(torch.tensor([[1.0], [2.0], [4.0], [900.0]]), 1)
@@ -56,7 +56,7 @@ def trimmed_mean(values: Tensor, trimmed: int) -> Tensor:
 
 
 def krum_scores(values: Tensor, hostile: int) -> Tensor:
-    """Sum of the squared distances to the K - hostile - 2 nearest others, shape (K,)."""
+    """Compute every row's sum of squared distances to its K - hostile - 2 nearest neighbours, shape (K,)."""
     near = len(values) - hostile - 2
     if hostile < 0 or near < max(1, hostile + 1):
         raise FederationError(
@@ -69,12 +69,12 @@ def krum_scores(values: Tensor, hostile: int) -> Tensor:
 
 
 def krum(values: Tensor, hostile: int, chosen: int = 1) -> Tensor:
-    """The mean of the rows that lie nearest to their neighbours (Blanchard et al., 2017; multi-Krum if several).
+    """Compute the mean of the rows nearest to their neighbours (Blanchard et al., 2017; multi-Krum if several).
 
     Args:
-        values: one row for each client, shape (K, D).
-        hostile: how many rows may be hostile.
-        chosen: how many rows are kept.
+        values: one row per client, shape (K, D).
+        hostile: maximum number of hostile rows.
+        chosen: number of rows to keep.
 
     Example:
         >>> krum(torch.tensor([[1.0], [1.1], [1.3], [0.9], [900.0]]), hostile=1)
@@ -86,13 +86,13 @@ def krum(values: Tensor, hostile: int, chosen: int = 1) -> Tensor:
 
 
 def geometric_median(values: Tensor, steps: int = STEPS) -> Tensor:
-    """The point of least summed distance to the rows, by Weiszfeld's steps (Pillutla et al., 2022).
+    """Compute the point with the smallest total distance to the rows, by Weiszfeld's steps (Pillutla et al., 2022).
 
-    Stands as long as less than half of the rows are hostile.
+    Robust if less than half of the rows are hostile.
 
     Args:
-        values: one row for each client, shape (K, D).
-        steps: steps from the columns' medians.
+        values: one row per client, shape (K, D).
+        steps: number of steps, starting from the columns' medians.
 
     Example:
         >>> geometric_median(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
@@ -106,14 +106,14 @@ def geometric_median(values: Tensor, steps: int = STEPS) -> Tensor:
 
 
 def norm_bounded(values: Tensor, centre: Tensor, bound: float | None = None) -> Tensor:
-    """The mean of changes that are scaled down to a norm (Sun et al., 2019).
+    """Compute the mean of norm-clipped changes (Sun et al., 2019).
 
-    A hostile row moves it by bound / K at most.
+    A hostile row moves it by at most bound / K.
 
     Args:
-        values: one row for each client, shape (K, D).
-        centre: where changes are measured from, shape (D,).
-        bound: largest norm; None takes the median of the norms.
+        values: one row per client, shape (K, D).
+        centre: origin of the changes, shape (D,).
+        bound: maximum norm; None takes the median of the norms.
 
     Example:
         >>> norm_bounded(torch.tensor([[1.0], [-1.0], [900.0]]), torch.zeros(1), bound=1.5)
@@ -123,13 +123,13 @@ def norm_bounded(values: Tensor, centre: Tensor, bound: float | None = None) -> 
 
 
 def centred_clipping(values: Tensor, centre: Tensor, bound: float | None = None, steps: int = 3) -> Tensor:
-    """Means of bounded differences from a centre that follows them (Karimireddy et al., 2021).
+    """Iterate the mean of norm-clipped differences from the previous mean (Karimireddy et al., 2021).
 
     Args:
-        values: one row for each client, shape (K, D).
-        centre: where it begins, shape (D,).
-        bound: largest norm; None takes the median of the norms, in every step.
-        steps: how often the centre moves.
+        values: one row per client, shape (K, D).
+        centre: initial centre, shape (D,).
+        bound: maximum norm; None takes the median of the norms in every step.
+        steps: number of iterations.
 
     Example:
         >>> centred_clipping(torch.tensor([[1.0], [1.0], [900.0]]), torch.zeros(1), bound=1.0, steps=1)
@@ -141,12 +141,12 @@ def centred_clipping(values: Tensor, centre: Tensor, bound: float | None = None,
 
 
 def fltrust(values: Tensor, centre: Tensor, trusted: Tensor) -> Tensor:
-    """The mean of changes of the trusted change's length, weighted by how far they point its way (Cao et al., 2021).
+    """Average changes, rescaled to the trusted change's norm, weighted by their cosine to it (Cao et al., 2021).
 
     Args:
-        values: one row for each client, shape (K, D).
-        centre: where changes are measured from, shape (D,).
-        trusted: what the server itself came to, shape (D,); returned where nobody points its way.
+        values: one row per client, shape (K, D).
+        centre: origin of the changes, shape (D,).
+        trusted: the server's own result, shape (D,); returned if no change has a positive cosine to it.
 
     Example:
         >>> fltrust(torch.tensor([[2.0], [-900.0]]), torch.zeros(1), torch.tensor([1.0]))
@@ -169,16 +169,16 @@ def _bounded(changes: Tensor, bound: float | None) -> Tensor:
 
 
 class Aggregation(NamedArguments, ABC):
-    """A rule, applied to messages."""
+    """Base class of rules applied to messages."""
 
     @abstractmethod
     def rule(self, values: Tensor, centre: Tensor, clients: Sequence[int]) -> Tensor:
-        """Combine the rows as the server does.
+        """Combine the clients' rows.
 
         Args:
-            values: one row for each client, float64, shape (K, D).
-            centre: the server's own values, 0 where it has none, shape (D,).
-            clients: whose rows they are.
+            values: one row per client, float64, shape (K, D).
+            centre: the server's values, 0 where it has none, shape (D,).
+            clients: the client of each row.
         """
 
     def __call__(
@@ -187,7 +187,7 @@ class Aggregation(NamedArguments, ABC):
         """Aggregate entries jointly, in float64, each returned at its own precision; integer entries take the median.
 
         Args:
-            messages: at least one; all carry the same names.
+            messages: at least one; all have the same names.
             centre: the server's entries.
             names: the entries; None means all.
         """
@@ -218,10 +218,10 @@ class Median(Aggregation):
 
 
 class TrimmedMean(Aggregation):
-    """The mean without the ends.
+    """The mean without the largest and smallest values.
 
     Args:
-        share: of the clients, left out at each end, rounded up.
+        share: share of the clients removed at each end, rounded up.
     """
 
     def __init__(self, share: float = 0.1) -> None:
@@ -235,11 +235,11 @@ class TrimmedMean(Aggregation):
 
 
 class Krum(Aggregation):
-    """Krum, and multi-Krum.
+    """Krum and multi-Krum.
 
     Args:
-        hostile: how many clients of a round may be hostile.
-        chosen: how many are kept; None keeps all but the hostile ones.
+        hostile: maximum number of hostile clients in a round.
+        chosen: number of clients to keep; None keeps all but ``hostile``.
     """
 
     def __init__(self, hostile: int = 1, chosen: int | None = 1) -> None:
@@ -254,7 +254,7 @@ class GeometricMedian(Aggregation):
     """The geometric median.
 
     Args:
-        steps: of Weiszfeld's algorithm.
+        steps: number of Weiszfeld steps.
     """
 
     def __init__(self, steps: int = STEPS) -> None:
@@ -266,10 +266,10 @@ class GeometricMedian(Aggregation):
 
 
 class NormBound(Aggregation):
-    """The mean of bounded changes.
+    """The mean of norm-clipped changes.
 
     Args:
-        bound: largest norm; None takes the median of the norms.
+        bound: maximum norm; None takes the median of the norms.
     """
 
     def __init__(self, bound: float | None = None) -> None:
@@ -286,8 +286,8 @@ class CentredClipping(NormBound):
     """Centred clipping.
 
     Args:
-        bound: largest norm; None takes the median of the norms.
-        steps: how often the centre moves.
+        bound: maximum norm; None takes the median of the norms.
+        steps: number of iterations.
     """
 
     def __init__(self, bound: float | None = None, steps: int = 3) -> None:
@@ -300,10 +300,10 @@ class CentredClipping(NormBound):
 
 
 class FLTrust(Aggregation):
-    """Trust by likeness to one client that the server runs itself, on clean data of its own.
+    """FLTrust: trust by similarity to one client that the server runs itself, on clean data of its own.
 
     Args:
-        trusted: that client's number; it has to train in every round.
+        trusted: that client's number; it must train in every round.
     """
 
     def __init__(self, trusted: int) -> None:

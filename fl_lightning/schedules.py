@@ -1,4 +1,4 @@
-"""Schedules: numbers that follow a run, from its first round, epoch or step to its last."""
+"""Schedules: values that change over the rounds, epochs or steps of a run."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from fl_lightning.errors import FederationError
 
 
 class Schedule(NamedArguments, ABC):
-    """A function of progress. A subclass keeps its constructor arguments under their own names.
+    """A function of progress. A subclass stores its constructor arguments under their own names.
 
-    Any callable that takes the progress, a number from 0 to 1, may be used instead of a schedule.
+    Any callable of the progress, a number from 0 to 1, can be used instead of a schedule.
     """
 
     @abstractmethod
     def __call__(self, progress: float) -> float:
-        """The value at ``progress``, the share that is done."""
+        """Return the value at ``progress``, the completed share of the run."""
 
     def at(self, done: int, total: int) -> float:
-        """The value when ``done`` of ``total`` rounds, epochs or steps are done."""
+        """Return the value after ``done`` of ``total`` rounds, epochs or steps."""
         return self(done / max(total, 1))
 
 
 class Counted(Schedule):
-    """A schedule that counts rounds, epochs or steps, whatever their total."""
+    """A schedule that counts rounds, epochs or steps, independently of their total."""
 
     def __call__(self, progress: float) -> float:
-        """Refuse: a share tells no count."""
+        """Raise an error: a share does not determine a count."""
         raise FederationError(
-            f"{type(self).__name__} counts rounds or steps and cannot follow a share of the run: use Linear, Cosine or "
-            "Sigmoid."
+            f"{type(self).__name__} counts rounds or steps and cannot depend on a share of the run: use Linear, "
+            "Cosine or Sigmoid."
         )
 
     @abstractmethod
     def at(self, done: int, total: int) -> float:
-        """The value when ``done`` of ``total`` rounds, epochs or steps are done."""
+        """Return the value after ``done`` of ``total`` rounds, epochs or steps."""
 
 
 class Sigmoid(Schedule):
@@ -57,12 +57,12 @@ class Sigmoid(Schedule):
         self.slope = slope
 
     def __call__(self, progress: float) -> float:
-        """The value at ``progress``."""
+        """Return the value at ``progress``."""
         return 1 / (1 + math.exp(self.slope * (2 * progress - 1)))
 
 
 class Constant(Schedule):
-    """Always the same.
+    """A constant value.
 
     Args:
         value: the value.
@@ -76,12 +76,12 @@ class Constant(Schedule):
         self.value = value
 
     def __call__(self, progress: float) -> float:
-        """The value."""
+        """Return the value."""
         return self.value
 
 
 class Linear(Schedule):
-    """From one value to another at a steady rate.
+    """Linear interpolation between two values.
 
     Args:
         start: the value at progress 0.
@@ -96,12 +96,12 @@ class Linear(Schedule):
         self.start, self.end = start, end
 
     def __call__(self, progress: float) -> float:
-        """The value at ``progress``."""
+        """Return the value at ``progress``."""
         return self.start + (self.end - self.start) * progress
 
 
 class Cosine(Schedule):
-    """From 1 to ``end`` along half a cosine, as ``torch.optim.lr_scheduler.CosineAnnealingLR``.
+    """From 1 to ``end`` along half a cosine, like ``torch.optim.lr_scheduler.CosineAnnealingLR``.
 
     Args:
         end: the value at progress 1.
@@ -115,12 +115,12 @@ class Cosine(Schedule):
         self.end = end
 
     def __call__(self, progress: float) -> float:
-        """The value at ``progress``."""
+        """Return the value at ``progress``."""
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class Exponential(Counted):
-    """Multiplied by ``gamma`` every time, as ``torch.optim.lr_scheduler.ExponentialLR``.
+    """Multiplied by ``gamma`` every time, like ``torch.optim.lr_scheduler.ExponentialLR``.
 
     Args:
         gamma: the factor.
@@ -134,15 +134,15 @@ class Exponential(Counted):
         self.gamma = gamma
 
     def at(self, done: int, total: int) -> float:
-        """The value when ``done`` are done."""
+        """Return the value after ``done`` rounds, epochs or steps."""
         return float(self.gamma**done)
 
 
 class Step(Counted):
-    """Multiplied by ``gamma`` after every so many, as ``torch.optim.lr_scheduler.StepLR``.
+    """Multiplied by ``gamma`` at regular intervals, like ``torch.optim.lr_scheduler.StepLR``.
 
     Args:
-        every: how many rounds, epochs or steps lie between two falls.
+        every: interval in rounds, epochs or steps.
         gamma: the factor.
 
     Example:
@@ -156,17 +156,17 @@ class Step(Counted):
         self.every, self.gamma = every, gamma
 
     def at(self, done: int, total: int) -> float:
-        """The value when ``done`` are done."""
+        """Return the value after ``done`` rounds, epochs or steps."""
         return float(self.gamma ** (done // self.every))
 
 
 class WarmUp(Counted):
-    """A steady rise to 1, as ``torch.optim.lr_scheduler.LinearLR``, then another schedule.
+    """A linear increase to 1, like ``torch.optim.lr_scheduler.LinearLR``, followed by another schedule.
 
     Args:
-        length: how many rounds, epochs or steps it takes.
+        length: duration of the increase in rounds, epochs or steps.
         start: the first value.
-        then: what follows, as if it began there; None stays at 1.
+        then: the schedule that follows, starting at its own beginning; None stays at 1.
 
     Example:
         >>> [WarmUp(2, 0.5, Linear()).at(done, 6) for done in range(6)]
@@ -179,14 +179,14 @@ class WarmUp(Counted):
         self.length, self.start, self.then = length, start, then
 
     def at(self, done: int, total: int) -> float:
-        """The value when ``done`` of ``total`` are done."""
+        """Return the value after ``done`` of ``total`` rounds, epochs or steps."""
         if done < self.length:
             return self.start + (1 - self.start) * done / self.length
         return 1.0 if self.then is None else self.then.at(done - self.length, total - self.length)
 
 
 class Table(Counted):
-    """Values one after the other; the last one stays.
+    """A list of values, of which the last one is repeated.
 
     Args:
         values: the values.
@@ -202,7 +202,7 @@ class Table(Counted):
         self.values = list(values)
 
     def at(self, done: int, total: int) -> float:
-        """The value when ``done`` are done."""
+        """Return the value after ``done`` rounds, epochs or steps."""
         return self.values[min(done, len(self.values) - 1)]
 
 
@@ -211,15 +211,15 @@ AnySchedule = Schedule | Callable[[float], float]
 
 
 def value_at(schedule: AnySchedule, done: int, total: int) -> float:
-    """The value of a schedule, or of a function of progress, when ``done`` of ``total`` are done."""
+    """Return the value of a schedule or function after ``done`` of ``total`` rounds, epochs or steps."""
     return schedule.at(done, total) if isinstance(schedule, Schedule) else float(schedule(done / max(total, 1)))
 
 
 def describe(schedule: AnySchedule) -> dict[str, Any] | str:
-    """Class path and arguments in plain values, for a checkpoint; the import path of a function."""
+    """Return class path and arguments as plain values, for a checkpoint, or the import path of a function."""
     if not isinstance(schedule, Schedule):
         named: Any = schedule if hasattr(schedule, "__qualname__") else type(schedule)
-        # An object of a class that is no Schedule cannot be made again: its path leads nowhere.
+        # Instances of other classes cannot be rebuilt; the parentheses keep their path from being imported.
         return f"{named.__module__}.{named.__qualname__}{'' if named is schedule else '()'}"
     kind = type(schedule)
     arguments = {name: describe(v) if isinstance(v, Schedule) else v for name, v in vars(schedule).items()}
@@ -227,7 +227,7 @@ def describe(schedule: AnySchedule) -> dict[str, Any] | str:
 
 
 def made(schedule: AnySchedule | Mapping[str, Any] | str | None, name: str) -> AnySchedule:
-    """The schedule that an argument stands for: itself, what a description describes, the paper's sigmoid for None."""
+    """Build the schedule that an argument describes; None gives the paper's sigmoid."""
     if schedule is None:
         return Sigmoid()
     if isinstance(schedule, str):

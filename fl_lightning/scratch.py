@@ -1,4 +1,4 @@
-"""Files that are mapped into memory, with room on the disk for all of them."""
+"""Disk space for memory-mapped files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from fl_lightning.errors import FederationError
 
 
 def reserve(path: Path, size: int) -> None:
-    """Let a file have at least so many bytes, made if need be, with room on the disk for each.
+    """Extend a file to at least ``size`` bytes, allocated on the disk; the file is created if necessary.
 
-    A file that is only lengthened has none: the process is killed by SIGBUS when it writes to the mapped memory of a
-    disk that has filled up.
+    A sparse file is not enough: writing to its mapped memory when the disk is full kills the process with SIGBUS.
     """
     with path.open("ab") as file:
         try:
@@ -25,6 +24,6 @@ def reserve(path: Path, size: int) -> None:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise FederationError(
-                f"There is no room for {size / 1e6:.1f} MB of what clients keep in {path.parent} ({error.strerror}): "
+                f"There is no room for {size / 1e6:.1f} MB of client state in {path.parent} ({error.strerror}): "
                 "make room, let store be a folder of another disk, or leave store out; the last checkpoint is intact."
             ) from error

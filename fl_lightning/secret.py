@@ -1,7 +1,7 @@
-"""Randomness that protects somebody: from the operating system, not from a seed that others know.
+"""Cryptographic randomness for privacy protections, seeded by the operating system instead of the run's seed.
 
-A stream is an extendable hash (SHAKE-256) of 32 bytes of ``os.urandom`` and a counter, so that processes that share
-the key draw the same. NumPy's and PyTorch's generators are no replacement: their state follows from their output.
+A stream is an extendable hash (SHAKE-256) of 32 bytes of ``os.urandom`` and a counter, so processes that share the key
+draw the same numbers. The generators of NumPy and PyTorch are unsuitable: their output reveals their state.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Bytes of a key.
+#: Number of bytes of a key.
 KEY = 32
-#: Gaussians that are added up for one draw.
+#: Number of Gaussians summed for one draw.
 SUMMED = 4
 
 
 def new_key() -> bytes:
-    """A key that nobody else knows."""
+    """Draw a new secret key."""
     return os.urandom(KEY)
 
 
 class SecretStream:
-    """Random numbers that cannot be told without the key.
+    """Random numbers that cannot be predicted without the key.
 
     Args:
         key: a secret key; None draws a new one.
-        purpose: what is drawn; every purpose is its own stream.
+        purpose: name of the stream; every purpose has its own.
 
     Example:
         >>> key = new_key()
@@ -46,21 +46,21 @@ class SecretStream:
         self._count = 0
 
     def words(self, n: int) -> NDArray[np.uint64]:
-        """Uniform draws of 64 bits, shape (n,)."""
+        """Draw uniform 64-bit integers, shape (n,)."""
         material = hashlib.shake_256(self._key + self._count.to_bytes(8, "little"))
         self._count += 1
         return np.frombuffer(material.digest(8 * n), dtype=np.uint64)
 
     def uniform(self, n: int) -> NDArray[np.float64]:
-        """Uniform draws from (0, 1], with all 53 bits, shape (n,)."""
+        """Draw uniform numbers from (0, 1] with all 53 bits, shape (n,)."""
         words = self.words(n)
         return ((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
 
     def normal(self, shape: Sequence[int]) -> Tensor:
-        """Standard normal draws, float64.
+        """Draw standard normal numbers, float64.
 
-        Each is half the sum of four (Holohan and Braghin, 2021): which doubles a sampler can return at all depends on
-        its mean, and one draw alone would give a value away by its last bits.
+        Each is half the sum of four (Holohan and Braghin, 2021): a sampler cannot return every double, and which ones
+        it can return depends on its mean, so the last bits of a single draw would reveal the protected value.
         """
         n = math.prod(shape)
         radius = np.sqrt(-2.0 * np.log(self.uniform(n * SUMMED // 2)))

@@ -1,9 +1,9 @@
-"""Random streams from (seed, purpose, round, client).
+"""RNG streams from (seed, purpose, round, client).
 
-No result depends on a global generator: whoever needs randomness asks for the stream of its purpose, round and
-client. The order in which clients are visited, how many are trained at once and on which device therefore cannot
-change what is drawn. Streams are NumPy generators, drawn on the host and moved: the same numbers on every device
-(``torch.Generator`` keeps only 32 bits of its seed, so derived streams would collide).
+No result depends on a global generator: each purpose, round and client has its own stream. The draws therefore do not
+depend on the order in which clients are trained, on how many are trained at once, or on the device. Streams are NumPy
+generators, drawn on the host and moved to the device (``torch.Generator`` keeps only 32 bits of its seed, so derived
+streams would collide).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fl_lightning.errors import FederationError
 
 
 def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
-    """The generator for one purpose, round and client of a run.
+    """Return the generator for one purpose, round and client of a run.
 
     Args:
         seed: the run's seed.
-        purpose: what is drawn, such as ``"batches"``, ``"sampling"`` or ``"noise"``; every name is its own stream.
+        purpose: name of the stream, such as ``"batches"``, ``"sampling"`` or ``"noise"``.
         round: the round, from 0.
         client: the client's number.
 
@@ -40,20 +40,20 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
 
 
 def permutation(rng: np.random.Generator, n: int) -> Tensor:
-    """A random order of ``range(n)`` as int64, shape (n,)."""
+    """Draw a random permutation of ``range(n)`` as int64, shape (n,)."""
     return torch.from_numpy(rng.permutation(n))
 
 
 def uniform(rng: np.random.Generator, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform draws from [0, 1); always drawn in float64, so that every precision sees the same numbers."""
+    """Draw uniformly from [0, 1), always in float64 first, so that every precision gets the same numbers."""
     return torch.from_numpy(rng.random(tuple(shape))).to(dtype)
 
 
 def normal(rng: np.random.Generator, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal draws; always drawn in float64, so that every precision sees the same numbers."""
+    """Draw standard normal numbers, always in float64 first, so that every precision gets the same numbers."""
     return torch.from_numpy(rng.standard_normal(tuple(shape))).to(dtype)
 
 
 def default_seed() -> int:
-    """The seed of ``lightning.seed_everything`` when it was called, else 0."""
+    """Return the seed of ``lightning.seed_everything`` if it was called, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))

@@ -19,13 +19,13 @@ _LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}"}
 
 @dataclass
 class Sheet:
-    """Headings and rows; the first column names the row, the others are numbers.
+    """A table of texts; the first column names the row, the others are numbers.
 
     Args:
-        title: what the table shows.
+        title: title of the table.
         columns: headings.
         rows: one cell per column; None and NaN are printed as a dash.
-        best: by column the row to be set in bold.
+        best: by column, the row to print in bold.
         words: whether the other columns are words, not numbers.
     """
 
@@ -37,22 +37,22 @@ class Sheet:
 
     @property
     def left(self) -> int:
-        """How many columns are aligned to the left."""
+        """Number of left-aligned columns."""
         return len(self.columns) if self.words else 1
 
     def cells(self, mark: str, escape: Callable[[str], str] = str) -> Iterator[list[str]]:
-        """Rows of texts, the best ones marked.
+        """Yield rows of texts with the best cells marked.
 
         Args:
-            mark: what a best cell is put in, with ``{}`` for its text.
-            escape: makes a cell's text harmless.
+            mark: format of a best cell, with ``{}`` for its text.
+            escape: escapes a cell's text.
         """
         for number, row in enumerate(self.rows):
             texts = [escape(cell(value)) for value in row]
             yield [mark.replace("{}", text) if self.best.get(i) == number else text for i, text in enumerate(texts)]
 
     def rich(self) -> Table:
-        """For the terminal."""
+        """Format for the terminal."""
         from rich.markup import escape
         from rich.table import Table
 
@@ -64,11 +64,11 @@ class Sheet:
         return table
 
     def markdown(self) -> str:
-        """For notes and pages."""
+        """Format as Markdown."""
         return markdown(self.columns, self.cells("**{}**"), self.left)
 
     def latex(self) -> str:
-        """For papers; needs the package booktabs."""
+        """Format as LaTeX; needs the package booktabs."""
         lines = [
             r"\begin{table}",
             r"  \centering",
@@ -82,7 +82,7 @@ class Sheet:
         return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}"]) + "\n"
 
     def html(self) -> str:
-        """For web pages; empty cells get a dash as well."""
+        """Format as HTML; empty cells get a dash as well."""
         head = "".join(f"<th>{html.escape(column)}</th>" for column in self.columns)
         body = ""
         for row in self.cells("<strong>{}</strong>", html.escape):
@@ -94,7 +94,7 @@ class Sheet:
 
 
 def cell(value: object) -> str:
-    """A cell's text: a dash for what is not known.
+    """Format a cell, with a dash for unknown values.
 
     Example:
         >>> cell(None), cell(float("nan")), cell(0), cell("")
@@ -104,7 +104,7 @@ def cell(value: object) -> str:
 
 
 def markdown_row(cells: Iterable[object]) -> str:
-    r"""A row of a table in Markdown; cells may hold Markdown, but no end of a cell or a line.
+    r"""Format a row of a Markdown table; cells may contain Markdown, but neither bars nor line breaks.
 
     Example:
         >>> markdown_row(["a|b", 1, None])
@@ -115,7 +115,7 @@ def markdown_row(cells: Iterable[object]) -> str:
 
 
 def markdown_head(columns: Sequence[object], left: int = 1) -> str:
-    """The headings of a table in Markdown and the line below, its first columns aligned to the left.
+    """Format the headings of a Markdown table and the line below, with the first columns left-aligned.
 
     Example:
         >>> print(markdown_head(["method", "accuracy"]))
@@ -126,12 +126,12 @@ def markdown_head(columns: Sequence[object], left: int = 1) -> str:
 
 
 def markdown(columns: Sequence[object], rows: Iterable[Iterable[object]], left: int = 1) -> str:
-    """A table in Markdown, its first columns aligned to the left, the others to the right."""
+    """Format a Markdown table, with the first columns left-aligned and the others right-aligned."""
     return "\n".join([markdown_head(columns, left), *map(markdown_row, rows)]) + "\n"
 
 
 def latex_text(text: str) -> str:
-    r"""Text with LaTeX's own signs made harmless.
+    r"""Escape LaTeX's special characters.
 
     Example:
         >>> latex_text("50 % of fc_1")
@@ -141,7 +141,7 @@ def latex_text(text: str) -> str:
 
 
 def figure(values: Sequence[float], digits: int = 2, scale: float = 1.0) -> str:
-    """Mean of a number over repetitions, with the sample standard deviation where they differ.
+    """Format the mean over repetitions, with the sample standard deviation if they differ.
 
     Example:
         >>> figure([0.91, 0.93], 1, scale=100), figure([3.0, 3.0]), figure([])

@@ -1,10 +1,10 @@
-"""Signals are noted when they come, and acted on where nothing is half done.
+"""Signal handling: signals are recorded when they arrive and handled at safe points.
 
-While a fit is under way :class:`SignalsCallback` listens to SIGTERM, Ctrl-C and, in a job that Slurm may requeue, to
-Slurm's signal. Its handler does nothing but note the number. Engines call :func:`check` between local steps: there the
-run ends, by an exception, with what its last completed stage left. A round whose stages are all complete is first
-evaluated and logged, so that a resumed run misses nothing of it. ``with held()`` is for what must not be divided, such
-as a server's step and the snapshots of that stage.
+During a fit :class:`SignalsCallback` handles SIGTERM, Ctrl-C and, in a job that Slurm may requeue, Slurm's signal. Its
+handler only records the number. Engines call :func:`check` between local steps: there the run stops with an exception,
+in the state of its last completed stage. If all stages of a round are complete, the round is first evaluated and
+logged, so that a resumed run misses nothing. ``with held()`` protects critical sections, such as the server's step and
+the snapshots of its stage.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from fl_lightning.process import wanted
 
-#: What is called by :func:`check`; empty unless somebody listens.
+#: Functions called by :func:`check`; empty outside of fits.
 _listeners: list[Callable[[], None]] = []
-#: How many blocks of :func:`held` are open.
+#: Nesting depth of :func:`held`.
 _depth = 0
 
 
 class TerminatedError(SIGTERMException):
-    """A signal asked for the end of the run; the process exits with 128 plus its number."""
+    """A signal ended the run; the process exits with 128 plus its number."""
 
 
 class InterruptedRun(KeyboardInterrupt):
-    """Ctrl-C, acted on where nothing was half done."""
+    """Ctrl-C, handled at a safe point."""
 
 
-#: The exceptions after which what a run holds is that of its last completed stage.
+#: Exceptions that leave the run in the state of its last completed stage.
 STOPS = (TerminatedError, InterruptedRun)
 
 
 def check() -> None:
-    """Act on a signal that has come; called between local steps, where it costs a tenth of a microsecond."""
+    """Handle a recorded signal; called between local steps, at a cost of a tenth of a microsecond."""
     for listen in _listeners:
         listen()
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let no signal, not even a second Ctrl-C, divide the block; it is acted on by the next :func:`check`."""
+    """Defer all signals during the block, even a second Ctrl-C, to the next :func:`check`."""
     global _depth
     _depth += 1
     try:
@@ -60,7 +60,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def listening(listener: Callable[[], None]) -> Iterator[None]:
-    """Have :func:`check` call a function within the block."""
+    """Make :func:`check` call a function within the block."""
     _listeners.append(listener)
     try:
         yield
@@ -69,7 +69,7 @@ def listening(listener: Callable[[], None]) -> Iterator[None]:
 
 
 class Deferred:
-    """Handlers of a main thread that note signals.
+    """Handlers of the main thread that record signals.
 
     Args:
         numbers: the signals.
@@ -77,12 +77,12 @@ class Deferred:
 
     def __init__(self, *numbers: int) -> None:
         self.numbers = numbers
-        #: The signal that came, None if none has; SIGTERM replaces any other.
+        #: The signal received, None if none was; SIGTERM replaces any other.
         self.came: int | None = None
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Note signals from now on; those that this process ignores stay ignored."""
+        """Start recording signals; signals that this process ignores stay ignored."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self.numbers:
@@ -90,7 +90,7 @@ class Deferred:
                 self._before[number] = signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """Put the handlers back that were there before, where they are still these."""
+        """Restore the previous handlers, unless others were installed since."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note and handler is not None:
                 signal.signal(number, handler)
@@ -105,12 +105,12 @@ class Deferred:
 
 
 class SignalsCallback(Callback):
-    """Ends a fit where its last stage is complete when SIGTERM, Ctrl-C or Slurm's requeue signal has come.
+    """Ends a fit at its last complete stage after SIGTERM, Ctrl-C or Slurm's requeue signal.
 
-    After SIGTERM the process exits with 143, after Slurm's signal with 128 plus its number; Ctrl-C is the usual
-    ``KeyboardInterrupt``, and a second one acts at once. Under Slurm, where Lightning requeues jobs, a checkpoint that
-    the requeued job starts from is written first. Of several processes each acts for itself, without waiting for the
-    others, which end when they miss it.
+    After SIGTERM the process exits with 143, after Slurm's signal with 128 plus its number; Ctrl-C raises the usual
+    ``KeyboardInterrupt``, and a second one acts at once. Under Slurm, where Lightning requeues jobs, the
+    checkpoint for the requeued job is written first. Each of several processes stops on its own, without waiting for
+    the others.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class SignalsCallback(Callback):
         self._act: Callable[[], None] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the place of Lightning's handlers, which are there by now."""
+        """Replace Lightning's handlers, which are installed by now."""
         self._forget()
         if not wanted("signals"):
             return
@@ -129,20 +129,20 @@ class SignalsCallback(Callback):
         _listeners.append(self._act)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Act before a round."""
+        """Handle signals before a round."""
         check()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Act a last time, and let go."""
+        """Handle signals a last time, and restore the handlers."""
         check()
         self._forget()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let what is written now be written; Lightning puts the handlers back."""
+        """Stop handling signals, so that pending writes finish; Lightning restores its handlers."""
         self._silence()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go."""
+        """Restore the handlers."""
         self._forget()
 
     def _forget(self) -> None:
@@ -158,7 +158,7 @@ class SignalsCallback(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         number = None if self._signals is None or _depth else self._signals.came
-        if number is None or _done(trainer) > trainer.current_epoch:  # complete, and not yet evaluated and logged
+        if number is None or _done(trainer) > trainer.current_epoch:  # the round is complete but not yet evaluated
             return
         name = signal.Signals(number).name
         rank_zero_warn(f"{name}: the run ends with its last complete stage, after {_done(trainer)} rounds.")
@@ -173,7 +173,7 @@ class SignalsCallback(Callback):
 
 
 def requeue_signal(trainer: Trainer) -> int | None:
-    """The signal upon which Lightning requeues a Slurm job, None in any other."""
+    """Return the signal upon which Lightning requeues a Slurm job, None in any other."""
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
@@ -181,7 +181,7 @@ def requeue_signal(trainer: Trainer) -> int | None:
 
 
 def _preempted(trainer: Trainer, number: int) -> None:
-    """In a job that Slurm may start again, write the checkpoint that it then starts from; requeue it if asked to."""
+    """In a Slurm job that may be requeued, write the checkpoint to restart from, and requeue it if signalled to."""
     requeue, connector = requeue_signal(trainer), trainer._signal_connector
     if requeue is None:
         return
@@ -198,7 +198,7 @@ def _done(trainer: Trainer) -> int:
 
 @contextmanager
 def alone(trainer: Trainer) -> Iterator[None]:
-    """Let this process save a checkpoint without waiting for the others, which may never come."""
+    """Let this process save a checkpoint without waiting for other ranks, which may never arrive."""
     strategy: Any = trainer.strategy
     waits = {
         "barrier": lambda *args, **kwargs: None,

@@ -1,4 +1,4 @@
-"""Simulated clients: their data, what they keep and an engine, all in this process or shared out over ranks."""
+"""Simulated clients: their data, their private entries and an engine, in this process or divided among ranks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class SimulatedClients:
-    """All clients of a run in this process: one method object plays each of them in turn.
+    """All clients of a run in this process; one method object plays each of them in turn.
 
     Args:
-        method: the method; its client side plays the clients, with its engine and its snapshots.
+        method: the method; provides the client side, the engine and the snapshots.
     """
 
     simulated = True
@@ -50,22 +50,22 @@ class SimulatedClients:
         self._memories: dict[int, Memory] = {}
         self._known: Federation | None = None
 
-    # ---- a client as it sees itself ---------------------------------------------------------------------------
+    # ---- a client's view of itself ----------------------------------------------------------------------------
 
     @property
     def federation(self) -> Federation | None:
         """The clients' data, None while there is none."""
         trainer = self.method._trainer
         found = None if trainer is None or getattr(trainer, "datamodule", None) is None else self.method.federation
-        if found is not self._known:  # results of other data do not hold
+        if found is not self._known:  # results cached for other data are invalid
             self._known = found
             self._memories.clear()
         return found
 
     def me(self, number: int, setting: Setting) -> Me:
-        """A client as it sees itself.
+        """Return a client's view of itself.
 
-        A number under which nothing was kept yet begins with what the client keeps under its own.
+        A number without a snapshot of its own starts from the client's snapshot.
         """
         federation, client = self.federation, self.method.client_of(number)
         snapshots = self.method.snapshots
@@ -105,11 +105,11 @@ class SimulatedClients:
                 yield self._returned(one)
 
     def share(self, stacks: list[Sequence[Me]]) -> list[Sequence[Me]]:
-        """The stacks that this process trains: all."""
+        """Return the stacks that this process trains: all."""
         return stacks
 
     def _returned(self, one: Trained) -> Returned:
-        """A client's return; its new snapshot waits for the stage to end."""
+        """Wrap a trained client; its new snapshot is pending until the stage ends."""
         me, kept = one.me, one.keep
         if kept is not None:
             self.pending[me.number] = self.method.snapshots[me.number].after(kept, me.round, one.steps)
@@ -117,7 +117,7 @@ class SimulatedClients:
         return Returned(message, kept is not None, kept is None or is_finite(kept))
 
     def gather(self, returned: list[Returned]) -> list[Returned]:
-        """All returns, in the order of the clients' numbers."""
+        """Sort the results by the clients' numbers."""
         return sorted(returned, key=lambda one: one.message.client)
 
     def commit(self, numbers: Iterable[int], round: int) -> None:
@@ -130,20 +130,20 @@ class SimulatedClients:
     # ---- evaluation -------------------------------------------------------------------------------------------
 
     def personal(self, setting: Setting, messages: Messages) -> Iterator[tuple[Me, State]]:
-        """The models that clients are evaluated with, made of these messages."""
+        """Yield the models on which clients are evaluated, made from these messages."""
         for me, received in self._settled(setting, messages):
             yield me, self.method.personal(received, me)
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
-        """Evaluate clients with these messages, and return their reports."""
+        """Return the reports of clients that are evaluated with these messages."""
         return {me.client: self.method.tell(received, me) for me, received in self._settled(setting, messages)}
 
     def evaluated(self, client: int) -> int:
-        """The number under which a client is evaluated."""
+        """Return the number under which a client is evaluated."""
         return self.method.evaluated_as(client)
 
     def _settled(self, setting: Setting, messages: Messages) -> list[tuple[Me, State]]:
-        """The clients as they are when they have worked out what they need to be evaluated."""
+        """Return the clients with the private entries that their evaluation needs, and their messages."""
         mes = [self.me(self.evaluated(client), setting) for client in messages]
         received = list(messages.values())
         found = self.method.settle(received, mes)
@@ -151,7 +151,7 @@ class SimulatedClients:
         return list(zip(settled, received, strict=True))
 
     def outputs(self, setting: Setting, messages: Messages, split: Split) -> Iterator[ClientOutput]:
-        """Scores and labels of each client's samples with its own model."""
+        """Yield the outputs of each client's own model on its samples, with the targets."""
         federation = self.federation
         assert federation is not None
 
@@ -179,27 +179,27 @@ class SimulatedClients:
         return scores._replace(metrics={**scores.metrics, **found})
 
     def _logged(self, me: Me, state: State, split: Split) -> tuple[int, dict[str, torch.Tensor]]:
-        """A client and what its net logs of all its samples of a split."""
+        """Return a client and the metrics that its net logs over all samples of a split."""
         size = max(1, me.data.sizes()[split])
         ((x, y),) = me.data.batches(size, self.method.compute_dtype, split)
         with torch.no_grad():
             return me.data.row, self.method.functional(state, Asked(x, y, split), {}, training=False)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """The clients' state, for a checkpoint."""
+        """Return the clients' state, for a checkpoint."""
         return self.method.snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what clients kept."""
+        """Restore the clients' private entries."""
         if "versions" in state and self.method._trainer is not None:
             raise FederationError(
-                "The checkpoint's clients are real sites, which have what they keep: continue it with fl-lightning "
+                "The checkpoint's clients are real sites, which keep their own state: continue it with fl-lightning "
                 "serve; load_from_checkpoint gives the server's model."
             )
         self.method.snapshots.load_state_dict(state)
 
     def reset(self) -> None:
-        """Forget what was prepared for a run."""
+        """Drop everything prepared for a run."""
         self.method.engine.reset()
         self.scorer.clear()
         self.pending = {}
@@ -210,24 +210,24 @@ class SimulatedClients:
 
 
 class RankedClients(SimulatedClients):
-    """Simulated clients that the ranks of a ``ddp`` run share out; every rank hears all of them."""
+    """Simulated clients divided among the ranks of a ``ddp`` run; every rank gets all results."""
 
     def train(self, setting: Setting, messages: Messages, max_steps: int | None = None) -> Iterator[Returned]:
-        """Train this rank's share."""
+        """Train this rank's share of the clients."""
         self._agree_on_engine(setting, messages)
         return super().train(setting, messages, max_steps)
 
     def share(self, stacks: list[Sequence[Me]]) -> list[Sequence[Me]]:
-        """Every so many clients, in stacks of their own."""
+        """Return every n-th client for n ranks, restacked."""
         trainer = self.method.trainer
         order = [me for stack in stacks for me in stack][trainer.global_rank :: trainer.world_size]
         width = self.method.engine.width
         return [order[start : start + width] for start in range(0, len(order), width)]
 
     def gather(self, returned: list[Returned]) -> list[Returned]:
-        """Gather the replies of all ranks' clients; every rank then does the same."""
+        """All-gather the results, so that every rank then computes the same."""
         parts: list[Any] = [None] * self.method.trainer.world_size
-        # Entries may be views of a stack of clients, which would be sent whole with each of them.
+        # Entries may be views of a stack of clients, and pickling a view sends its whole storage.
         own = [
             one._replace(message=replace(one.message, tensors={n: v.clone() for n, v in one.message.tensors.items()}))
             for one in returned
@@ -238,7 +238,7 @@ class RankedClients(SimulatedClients):
         return super().gather([one for part, _ in parts for one in part])
 
     def _agree_on_engine(self, setting: Setting, messages: Messages) -> None:
-        """Let all ranks use the engine that the first of them chooses; once is enough."""
+        """Choose an engine on rank 0 and broadcast the choice, once."""
         engine, trainer = self.method.engine, self.method.trainer
         if engine.choice is not None:
             return

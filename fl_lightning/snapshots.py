@@ -1,4 +1,4 @@
-"""State of a client between rounds, and the store that keeps it."""
+"""Private state of a client between rounds, and the stores for it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fl_lightning.wire import State
 
 @dataclass(frozen=True)
 class ClientSnapshot:
-    """A client between two rounds: the entries of the module's state that are its own, and its counters.
+    """A client's state between two rounds: its private entries and its counters.
 
     Args:
-        private: private entries by name (a head, a control variate, a mask); they never cross the wire.
+        private: private entries by name (a head, a control variate, a mask); they are never sent.
         rounds: number of rounds the client has trained in.
         steps: number of local steps the client has taken.
         last_round: the last round it trained in, -1 if none.
@@ -36,15 +36,15 @@ class ClientSnapshot:
     last_round: int = -1
 
     def after(self, private: State, round: int, steps: int) -> ClientSnapshot:
-        """The snapshot after one more round of training."""
+        """Return the snapshot after one more round of training."""
         return ClientSnapshot(private, self.rounds + 1, self.steps + steps, round)
 
 
 class SnapshotStore(MutableMapping[int, ClientSnapshot]):
-    """One snapshot per client that has trained; a client that has not yields an empty one.
+    """One snapshot per client that has trained; for other clients it returns an empty one.
 
-    Snapshots are immutable: a round replaces them when it commits, so a run that dies within a round leaves the
-    store as the round found it.
+    Snapshots are immutable and are replaced when a round commits, so a run that stops within a round leaves the store
+    unchanged.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class SnapshotStore(MutableMapping[int, ClientSnapshot]):
         return client in self._snapshots
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain dicts of tensors and numbers, loadable with ``torch.load(..., weights_only=True)``."""
+        """Return plain dicts of tensors and numbers, loadable with ``torch.load(..., weights_only=True)``."""
         return {
             "private": {c: dict(s.private) for c, s in self._snapshots.items()},
             "counters": {c: [s.rounds, s.steps, s.last_round] for c, s in self._snapshots.items()},
@@ -81,7 +81,7 @@ class SnapshotStore(MutableMapping[int, ClientSnapshot]):
         self._snapshots = {int(c): ClientSnapshot(dict(private[c]), *counters[c]) for c in private}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move every private entry to where the net is, and to its precision; see :func:`moved`."""
+        """Move every private entry to the net's device and precision; see :func:`moved`."""
         for client, snapshot in list(self._snapshots.items()):
             private = {name: moved(value, device, dtype) for name, value in snapshot.private.items()}
             if any(value is not snapshot.private[name] for name, value in private.items()):
@@ -89,14 +89,14 @@ class SnapshotStore(MutableMapping[int, ClientSnapshot]):
 
 
 class DiskSnapshotStore(SnapshotStore):
-    """Keeps private entries in files that are mapped into memory, one per entry and one row per client.
+    """Keeps private entries in memory-mapped files, one file per entry and one row per client.
 
-    Memory then holds what is in use, however many clients there are. The files are scratch space: they lie in a folder
-    of their own for every store and process, which goes when the store does, and checkpoints hold the snapshots
-    themselves. A process that is killed leaves its folder behind. All clients must keep the same entries.
+    Only the pages in use are in memory, however many clients there are. The files are scratch space: each store and
+    process has a folder of its own, which is removed with the store (but stays behind if the process is killed);
+    checkpoints contain the snapshots themselves. All clients must keep the same entries.
 
     Args:
-        folder: where the folder of the files goes; made if need be.
+        folder: parent of the store's folder; created if necessary.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -108,7 +108,7 @@ class DiskSnapshotStore(SnapshotStore):
         self._tables: State = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.folder,), self.state_dict()  # a copy has files of its own
+        return type(self), (self.folder,), self.state_dict()  # a copy gets its own files
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.load_state_dict(state)
@@ -123,7 +123,7 @@ class DiskSnapshotStore(SnapshotStore):
     def __setitem__(self, client: int, snapshot: ClientSnapshot) -> None:
         if snapshot.private:
             row = self._rows.get(client, self._used)
-            used = max(self._used, row + 1)  # never falls: a row is taken once
+            used = max(self._used, row + 1)  # rows are never reused
             self._reserve(snapshot.private, used)
             self._rows[client], self._used = row, used
             for name, value in snapshot.private.items():
@@ -135,7 +135,7 @@ class DiskSnapshotStore(SnapshotStore):
         self._rows.pop(client, None)  # its row stays unused
 
     def state_dict(self) -> dict[str, Any]:
-        """Read as from memory; the tensors are views of the files, which are read when they are saved."""
+        """Return the same as the store in memory; the tensors are views of the files, read when they are saved."""
         private = {c: dict(self[c].private) for c in self._snapshots}
         return {**super().state_dict(), "private": private}
 
@@ -146,16 +146,16 @@ class DiskSnapshotStore(SnapshotStore):
             self[int(client)] = ClientSnapshot(dict(private), *state["counters"][client])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Let entries have the net's precision; the files are mapped into the memory of a CPU."""
+        """Convert entries to the net's precision; requires a CPU, since the files are memory-mapped."""
         if device.type != "cpu":
-            raise FederationError(f"A store on disk serves runs on a CPU, not on {device}: leave store out.")
+            raise FederationError(f"A store on disk works on a CPU, not on {device}: leave store out.")
         for name, table in list(self._tables.items()):
             like = moved(table[0], device, dtype)
             if like.dtype != table.dtype:
                 self._tables[name] = self._grown(name, like, None, len(table)).copy_(table)
 
     def _reserve(self, private: State, rows: int) -> None:
-        """Let every entry's file have at least so many rows; they grow by doubling."""
+        """Ensure that every entry's file has at least ``rows`` rows; files grow by doubling."""
         if self._tables and private.keys() != self._tables.keys():
             raise FederationError("A store on disk needs clients that all keep the same entries: leave store out.")
         own = self._home is not None and self._home[0] == os.getpid()
@@ -169,24 +169,24 @@ class DiskSnapshotStore(SnapshotStore):
         if table is None:
             path.unlink(missing_ok=True)
         begun = path.exists()
-        reserve(path, rows * value.numel() * value.element_size())  # here: torch would overwrite the beginning
+        reserve(path, rows * value.numel() * value.element_size())  # torch.from_file would overwrite the beginning
         flat = torch.from_file(str(path), shared=True, size=rows * value.numel(), dtype=value.dtype)
         grown = flat.view(rows, *value.shape)
-        if table is not None and not begun:  # it lies in the folder of the process that this one was forked from
+        if table is not None and not begun:  # after a fork, the table is still the parent's
             grown[: len(table)].copy_(table)
         return grown
 
     def _own_folder(self) -> Path:
-        """The folder of this store in this process, removed with either."""
+        """Return the folder of this store in this process, removed when either ends."""
         if self._home is None or self._home[0] != os.getpid():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._home = os.getpid(), Path(tempfile.mkdtemp(prefix="clients-", dir=self.folder))
-            Finalize(self, shutil.rmtree, (self._home[1],), {"ignore_errors": True}, exitpriority=0)  # not by a fork
+            Finalize(self, shutil.rmtree, (self._home[1],), {"ignore_errors": True}, exitpriority=0)  # not in forks
         return self._home[1]
 
 
 def moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor as a net of some precision can use it: floats of these precisions become one another, all else stays."""
+    """Move a tensor to the device of a net; float tensors also get its precision if both are standard ones."""
     floats = (torch.bfloat16, torch.float32, torch.float64)
     return value.to(device, dtype if value.dtype in floats and dtype in floats else value.dtype)
 

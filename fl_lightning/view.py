@@ -1,4 +1,4 @@
-"""One view of progress for all commands: a line that moves on a terminal, plain lines elsewhere, nothing if asked."""
+"""Progress display of all commands: a live line on a terminal or in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Self
 
 from rich.console import Console
 
-#: Seconds between two plain lines.
-EVERY = 10.0
+#: Seconds between two plain lines, and between two states of a notebook's line.
+EVERY, NOTEBOOK = 10.0, 0.25
 
 
 def duration(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds.
+    """Format seconds as hours, minutes and seconds.
 
     Example:
         >>> duration(75), duration(3725.4)
@@ -26,18 +26,19 @@ def duration(seconds: float) -> str:
 
 
 class View:
-    """How far a long task has come, and when it will be done.
+    """Progress of a long task and its remaining time.
 
-    On a terminal it is one line with a bar; where there is none it is a line every ten seconds, and one at the end.
+    On a terminal it is one live line with a bar, in a notebook one live line; elsewhere a plain line every ten seconds,
+    and one at the end.
 
     Args:
-        what: what is counted, such as ``round``.
-        total: how many there are; None if nobody knows.
-        begin: how many were done before, of a run that is resumed.
-        quiet: show nothing.
-        console: where to; the standard output unless given.
-        every: seconds between two plain lines.
-        clock: tells the time, in seconds.
+        what: the unit counted, such as ``round``.
+        total: total number of units; None if unknown.
+        begin: number of units done before, by a run that is resumed.
+        quiet: whether to show nothing.
+        console: the console to print to; None means standard output.
+        every: seconds between two plain lines; a notebook's line changes four times a second.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class View:
     ) -> None:
         self.what, self.total, self.begin, self.quiet = what, total, begin, quiet
         self.console = console or Console()
-        self._every, self._clock = every, clock
+        self._every, self._clock = NOTEBOOK if self.console.is_jupyter else every, clock
         self._started = self._printed = clock()
         self._done, self._facts = float(begin), ""
         self._bar: Any = None
         self._shown = ""
+        self._cell: Any = None
         if not quiet and self.console.is_terminal:
             self._bar = self._open()
 
@@ -71,7 +73,7 @@ class View:
         return bar
 
     def update(self, done: float, *facts: str) -> None:
-        """Say how many are done, in whole or in part, and what else is worth knowing."""
+        """Set the number of completed units, possibly fractional, and further facts to show."""
         self._done = done
         self._facts = "  ".join(filter(None, [*facts, self._left()]))
         if self._bar is not None:
@@ -80,12 +82,12 @@ class View:
             self._line()
 
     def print(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line above the bar."""
         if not self.quiet:
             self.console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """The task is over; the last line stays."""
+        """End the display; the last line stays on the screen."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -98,7 +100,20 @@ class View:
         text = f"{self._head()}  {self._facts}".rstrip()
         if text != self._shown:
             self._shown = text
-            self.console.print(text, highlight=False, soft_wrap=True)
+            if self.console.is_jupyter:
+                self._change(text)
+            else:
+                self.console.print(text, highlight=False, soft_wrap=True)
+
+    def _change(self, text: str) -> None:
+        """Redraw the line in the notebook."""
+        from IPython.display import display
+
+        shown = {"text/plain": text}
+        if self._cell is None:
+            self._cell = display(shown, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._cell.update(shown, raw=True)
 
     def _head(self) -> str:
         return f"{self.what} {int(self._done)}" + (f"/{self.total}" if self.total else "")

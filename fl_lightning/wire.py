@@ -1,4 +1,4 @@
-"""Messages between server and clients, their arithmetic and their size."""
+"""Messages between server and clients: arithmetic, packing and size."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Weighting = Literal["samples", "uniform"]
 
 
 def nbytes(tensors: State) -> int:
-    """Size on the wire: every entry at its own precision, a boolean mask at one bit an entry."""
+    """Return the size on the wire: every entry at its own precision, boolean masks at one bit per entry."""
     return sum(
         (t.numel() + 7) // 8 if t.dtype == torch.bool else t.numel() * t.element_size() for t in tensors.values()
     )
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A mask of n entries as it crosses the wire: eight to a byte, the first in the lowest bit, ceil(n / 8) bytes.
+    """Pack a mask of n entries into ceil(n / 8) bytes, the first entry in the lowest bit.
 
     Example:
         >>> pack_bits(torch.tensor([True, False, True] + [False] * 6 + [True])).tolist()
@@ -33,7 +33,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, n: int) -> Tensor:
-    """The n entries of a packed mask, bool, shape (n,).
+    """Unpack n entries of a mask, bool, shape (n,).
 
     Example:
         >>> unpack_bits(torch.tensor([5], dtype=torch.uint8), 4).tolist()
@@ -44,7 +44,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
 
 
 def prefixed(prefix: str, state: State, names: Iterable[str] | None = None) -> State:
-    """The entries, or those of them that are named, under names that begin with ``prefix``.
+    """Add a prefix to the names of all entries, or of the given ones only.
 
     Example:
         >>> sorted(prefixed("own.", {"w": torch.ones(1), "b": torch.ones(1)}, ["w"]))
@@ -54,7 +54,7 @@ def prefixed(prefix: str, state: State, names: Iterable[str] | None = None) -> S
 
 
 def under(prefix: str, state: State) -> State:
-    """The entries whose names begin with ``prefix``, without it; the inverse of :func:`prefixed`.
+    """Return the entries with a prefix, without the prefix; the inverse of :func:`prefixed`.
 
     Example:
         >>> sorted(under("own.", {"own.w": torch.ones(1), "w": torch.ones(1)}))
@@ -64,19 +64,19 @@ def under(prefix: str, state: State) -> State:
 
 
 def without(prefix: str, state: State) -> State:
-    """The entries whose names do not begin with ``prefix``."""
+    """Return the entries whose names do not have the prefix."""
     return {name: value for name, value in state.items() if not name.startswith(prefix)}
 
 
 def is_finite(tensors: State) -> bool:
-    """Whether every floating entry is finite."""
+    """Return whether every floating-point entry is finite."""
     return all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point())
 
 
 def fast_copy(state: State) -> State:
-    """A copy with convolution weights channels-last, which CPUs run up to three times faster.
+    """Copy a state with its convolution weights channels-last, which CPUs run up to three times faster.
 
-    Cloned, not made ``contiguous``: with one input channel the two layouts look alike, and the latter would do nothing.
+    Uses ``clone`` because ``contiguous`` is a no-op where the two layouts coincide, as with one input channel.
     """
     layouts = {name: torch.channels_last if v.dim() == 4 else torch.contiguous_format for name, v in state.items()}
     return {name: value.detach().clone(memory_format=layouts[name]) for name, value in state.items()}
@@ -84,14 +84,13 @@ def fast_copy(state: State) -> State:
 
 @dataclass
 class Message:
-    """Message of one client in a round.
+    """A client's message in a round.
 
     Args:
-        client: who sent it.
-        tensors: the named tensors that crossed; defences may replace them before the aggregate.
+        client: the sender.
+        tensors: the named tensors sent; defences may replace them before the aggregation.
         samples: the client's number of training samples.
-        loss: mean training loss of the client's local steps, NaN if it took none, for the log; it does not cross the
-            wire.
+        loss: mean training loss of the client's local steps, NaN if it took none; for logging, not counted as sent.
     """
 
     client: int
@@ -106,21 +105,21 @@ class Message:
 
 
 def message_weights(messages: Sequence[Message], weighting: Weighting) -> list[float]:
-    """Aggregation weights that sum to one: by sample count, or all the same."""
+    """Return aggregation weights that sum to one: by sample count, or uniform."""
     raw = [float(m.samples) if weighting == "samples" else 1.0 for m in messages]
     total = sum(raw)
     return [w / total for w in raw]
 
 
 def weighted_mean(messages: Sequence[Message], weights: Sequence[float], names: Iterable[str] | None = None) -> State:
-    """Weighted mean of every entry, accumulated in float64 and returned at the entry's own precision.
+    """Return the weighted mean of every entry, accumulated in float64 and returned at the entry's own precision.
 
-    Integer entries (BatchNorm's ``num_batches_tracked``) take the maximum. A mean of variances (``running_var``) that a
-    defence's noise took below 0 is 0, as it has no root. The sum runs in the order of the clients' numbers, so the
-    order in which clients finished does not matter.
+    Integer entries (BatchNorm's ``num_batches_tracked``) take the maximum. Means of variances (``running_var``) are
+    clamped at 0, because a defence's noise can make them negative. The sum runs in the order of the clients' numbers,
+    so the result does not depend on the order in which clients finished.
 
     Args:
-        messages: at least one message; all carry the same names.
+        messages: at least one message; all have the same names.
         weights: one weight per message.
         names: the entries to average; None means all.
     """

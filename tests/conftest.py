@@ -30,7 +30,7 @@ def _no_race(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     from fl_lightning.engine import auto
 
     monkeypatch.setattr(auto, "CANDIDATES", ("stacked",))
-    monkeypatch.setattr(auto, "_hopeless", lambda *_: "")
+    monkeypatch.setattr(auto, "_skip_capture", lambda *_: "")
     monkeypatch.setattr(auto, "_fastest", lambda agreed, steps: (agreed[-1].engine.name, "not raced"))
 
 

@@ -142,14 +142,14 @@ def nets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0].name}-{run[1]}-{run[2]}")
-def test_apart(run: tuple[cases.Case, str, str], tmp_path: Path) -> None:
+def test_separate_processes_equal_the_simulation(run: tuple[cases.Case, str, str], tmp_path: Path) -> None:
     server, sites = apart(*run, tmp_path)
     assert_equal(server, sites, run)
     assert all(site.method._trainer is None for site in sites.sites.values())
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-def test_a_server_that_is_started_anew_goes_on(case: cases.Case, tmp_path: Path) -> None:
+def test_a_restarted_server_continues(case: cases.Case, tmp_path: Path) -> None:
     run = (case, *next(iter(case.runs())))
     assert_equal(*apart(*run, tmp_path, restart=2), run)
 
@@ -163,7 +163,7 @@ def test_runs_have_clients_that_never_train() -> None:
         assert method.evaluator.scores["test"].isfinite().all()
 
 
-def test_trials_on_everybodys_data_are_refused(tmp_path: Path) -> None:
+def test_trials_on_all_clients_data_are_rejected(tmp_path: Path) -> None:
     case = next(case for case in cases.CASES if case.name == "FedBPS-auto")
     with pytest.raises(
         FederationError, match="p: auto tries values on simulated clients, which real ones are not: give p"

@@ -130,8 +130,8 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
     ("NaN in inputs", lambda: made(inputs=with_nan()), r"1 of the 8 inputs .* sample 5\) hold NaN"),
     ("shared rows", lambda: made(train=[[0, 1, 2], [2, 3]]), r"1 samples \(the first is 2\) are in the training"),
     ("rows given twice", lambda: made(train=[[0, 1, 1], [2, 3]]), "more than once"),
-    ("index 0.7", lambda: made(train=[[0, 0.7], [1]]), "Client 0's indices must be a list of whole numbers"),
-    ("index is a mask", lambda: ClientIndex.of([np.array([True, False])]), "must be a list of whole numbers, .* bool"),
+    ("index 0.7", lambda: made(train=[[0, 0.7], [1]]), "Client 0's indices must be a list of integers"),
+    ("index is a mask", lambda: ClientIndex.of([np.array([True, False])]), "must be a list of integers, .* bool"),
     ("index is a table", lambda: ClientIndex.of([[[1], [2]]]), r"an array of shape \(2, 1\)"),  # type: ignore[list-item]
     ("mean of another shape", lambda: made(mean=torch.zeros(4), std=torch.ones(4)), r"mean of shape \(4,\)"),
     ("mean adds a dimension", lambda: made(mean=torch.zeros(1, 1, 3), std=torch.ones(3)), r"mean of shape \(1, 1, 3\)"),
@@ -182,7 +182,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
     (
         "labels in a column",
         lambda: fit(FedAvg(MLP(in_features=3, num_classes=2)), TensorFederation(X, Y[:, None], **LISTS)),
-        "Classification needs one whole number for each sample",
+        "Classification needs one integer per sample",
     ),
     ("a client without samples", lambda: made(train=[[0, 1, 2, 3], []]), "1 of 2 clients have no train samples"),
     (
@@ -195,7 +195,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
         lambda: fit(FedAvg(mlp()), changed(lambda x, rng: x[:1])),
         r"transform must return a batch of the shape it was given, \(2, 20\), not \(1, 20\)",
     ),
-    ("tunes batches", lambda: checked(callbacks=[BatchSizeFinder()]), "BatchSizeFinder would tune the server's step"),
+    ("tunes batches", lambda: checked(callbacks=[BatchSizeFinder()]), "would tune the server's single step"),
     ("server without optimizer", lambda: fit(Optimized(mlp()), blobs()), "needs one optimizer.* returns none"),
     ("server with two", lambda: fit(Optimized(mlp(), 2), blobs()), "needs one optimizer.* returns 2"),
     ("predictions as pickle", lambda: PredictionWriter("a.pkl"), r"ends in \.csv, \.parquet, \.npz, not a\.pkl"),
@@ -203,7 +203,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), [row[1:] for row in PYTHON], ids=[row[0] for row in PYTHON])
-def test_mistakes_in_python(call: Callable[[], Any], sentence: str) -> None:
+def test_wrong_arguments_in_python(call: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -226,11 +226,11 @@ ACCEPTED: list[tuple[str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize("call", [row[1] for row in ACCEPTED], ids=[row[0] for row in ACCEPTED])
-def test_what_is_right_is_accepted(call: Callable[[], Any]) -> None:
+def test_correct_arguments_are_accepted(call: Callable[[], Any]) -> None:
     call()
 
 
-def test_inputs_are_data_and_no_parameters() -> None:
+def test_inputs_do_not_require_gradients() -> None:
     assert not made(inputs=X.clone().requires_grad_()).inputs.requires_grad
 
 
@@ -283,8 +283,8 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 FILES: list[tuple[str, str, str, list[str], str]] = [
-    ("bomb", "c.yaml", BOMB, ["--config", "c.yaml"], "c.yaml says the same over and over"),
-    ("holds itself", "c.yaml", "a: &a [*a]\n", ["--config", "c.yaml"], "c.yaml says the same over and over"),
+    ("bomb", "c.yaml", BOMB, ["--config", "c.yaml"], "c.yaml expands to too many entries"),
+    ("holds itself", "c.yaml", "a: &a [*a]\n", ["--config", "c.yaml"], "c.yaml expands to too many entries"),
     (
         "lr one level too high",
         "c.yaml",
@@ -304,7 +304,7 @@ FILES: list[tuple[str, str, str, list[str], str]] = [
         "c.yaml",
         "",
         ["--config", "nosuch"],
-        "no file nosuch, and the library's own are: quickst",
+        "no file nosuch; the library's own configurations are: quickst",
     ),
     ("error", "e.py", "\n1 / 0\n", ["--use", "e.py"], "e.py cannot be used: ZeroDivisionError in line 2: division"),
     ("syntax error", "s.py", "\n\ndef\n", ["--use", "s.py"], "s.py cannot be used: SyntaxError in line 3"),
@@ -312,7 +312,7 @@ FILES: list[tuple[str, str, str, list[str], str]] = [
 
 
 @pytest.mark.parametrize(("file", "text", "arguments", "sentence"), [r[1:] for r in FILES], ids=[r[0] for r in FILES])
-def test_mistakes_in_files(
+def test_wrong_files(
     file: str, text: str, arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -340,12 +340,12 @@ def test_a_record_with_missing_keys_is_refused(key: str, tmp_path: Path) -> None
 COMMANDS: list[tuple[str, list[str], str]] = [
     ("no net", ["--data", "Digits", "--model", "FedAvg"], "a method needs a network: add --model.net, one of BiLSTM, "),
     ("half precision", ["--config", "quickstart", "--trainer.precision=16"], "precision=16 needs a gradient scaler"),
-    ("devices", ["--config", "quickstart", "--trainer.devices=9999"], "--trainer.devices=9999 would start as many"),
+    ("devices", ["--config", "quickstart", "--trainer.devices=9999"], "--trainer.devices=9999 starts that many"),
 ]
 
 
 @pytest.mark.parametrize(("argv", "sentence"), [row[1:] for row in COMMANDS], ids=[row[0] for row in COMMANDS])
-def test_mistakes_on_the_command_line(
+def test_wrong_arguments_on_the_command_line(
     argv: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -355,7 +355,7 @@ def test_mistakes_on_the_command_line(
     assert re.search(re.escape(sentence), capsys.readouterr().err)
 
 
-def test_arrays_are_taken_wherever_tensors_are() -> None:
+def test_arrays_are_accepted_wherever_tensors_are() -> None:
     """Arrays as they come: from files that are mapped, reversed, in double precision, with labels of any type."""
     x = np.arange(24.0).reshape(8, 3)
     x.flags.writeable = False

@@ -103,24 +103,28 @@ def test_a_flipped_weight_is_refused_by_load_from_checkpoint(folder: Path) -> No
     content[content.index(value.numpy().tobytes()) + 5] ^= 4
     (folder / "last.ckpt").write_bytes(content)
     torch.load(folder / "last.ckpt", weights_only=True)  # PyTorch does not notice
-    with pytest.raises(FederationError, match="its checksum is another"):
+    with pytest.raises(FederationError, match="its checksum differs"):
         FedAvg.load_from_checkpoint(folder / "last.ckpt")
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "epoch=2.ckpt"])
-def test_a_fit_falls_back_to_the_newest_good_one_and_says_so(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_fit_falls_back_to_the_newest_intact_checkpoint_with_a_warning(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
     whole = run(tmp_path / "whole", 5)
     for damaged in {"last.ckpt", "epoch=2.ckpt"}:
         (folder / damaged).write_bytes((folder / damaged).read_bytes()[:999])
     method = FedAvg(mlp(), lr=0.1, engine="stacked")
-    with pytest.warns(UserWarning, match=rf"{name} cannot be read.*goes on from .*epoch=1\.ckpt, the newest good one"):
+    with pytest.warns(
+        UserWarning, match=rf"{name} cannot be read.*resumes from .*epoch=1\.ckpt, the newest intact one"
+    ):
         trainer(5).fit(method, datamodule=blobs(), ckpt_path=str(folder / name))
     assert largest_difference(weights(method), weights(whole)) == 0.0
     with pytest.raises(FederationError, match="cannot be read"):  # an evaluation is of what was asked for
         trainer().test(FedAvg(mlp()), datamodule=blobs(), ckpt_path=str(folder / name), verbose=False)
 
 
-def test_nothing_good_to_fall_back_to(folder: Path) -> None:
+def test_no_intact_checkpoint_to_fall_back_to(folder: Path) -> None:
     for path in folder.glob("*.ckpt"):
         path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(FederationError, match=r"last\.ckpt cannot be read"):
@@ -146,7 +150,7 @@ def forked(act: Callable[[], Any]) -> str:
     return said
 
 
-def test_a_full_disk_ends_the_run_and_keeps_what_was_there(folder: Path) -> None:
+def test_a_full_disk_ends_the_run_and_keeps_earlier_checkpoints(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def full() -> None:
@@ -177,7 +181,9 @@ def test_a_folder_that_cannot_be_made_ends_the_run(tmp_path: Path) -> None:
         run(tmp_path / "file" / "runs")
 
 
-def test_it_is_written_in_its_own_folder_and_old_parts_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_in_their_folder_and_stale_parts_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", "/nowhere")
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(number))
@@ -194,26 +200,26 @@ def test_it_is_written_in_its_own_folder_and_old_parts_go(tmp_path: Path, monkey
     assert len(synced) == 2  # the file and its folder
 
 
-def test_what_a_run_cannot_go_on_from(folder: Path) -> None:
+def test_checkpoints_that_cannot_be_resumed(folder: Path) -> None:
     path = folder / "other.ckpt"
     good = torch.load(folder / "last.ckpt", weights_only=True)
     part = {name: value for name, value in good["fl_lightning"].items() if name != "clients"}
     forgotten = {**good["fl_lightning"]["clients"], "private": {}}
     cases: list[tuple[Any, str]] = [
-        ({n: v for n, v in good.items() if n not in checkpoints.NEEDED}, "holds a model alone .*save_weights_only"),
+        ({n: v for n, v in good.items() if n not in checkpoints.NEEDED}, "contains only a model .*save_weights_only"),
         ({"w": torch.ones(3)}, "is not a checkpoint of a Trainer"),
         (torch.ones(3), "is not a checkpoint of a Trainer"),
-        ({**good, "fl_lightning": part}, "lacks what fl_lightning keeps of a run.*'clients'"),
+        ({**good, "fl_lightning": part}, "lacks part of the state of a federated run.*'clients'"),
         ({**good, "fl_lightning": {**good["fl_lightning"], "bytes": 3}}, "has it in another form"),
         (
             {**good, "fl_lightning": {**good["fl_lightning"], "rounds": 10**6}},
             "has it in another form .*1000000 rounds",
         ),
         ({**good, "fl_lightning": {**good["fl_lightning"], "rounds": "a"}}, "rounds is not a whole number"),
-        ({**good, "fl_lightning": {**good["fl_lightning"], "clients": forgotten}}, "not the same clients"),
+        ({**good, "fl_lightning": {**good["fl_lightning"], "clients": forgotten}}, "of different clients"),
         ({**good, "loops": 3}, "its loops is of type int, not dict"),
         ({**good, "loops": {}}, "does not say where a fit was"),
-        ({n: v for n, v in good.items() if n != "lr_schedulers"}, "holds a model alone"),
+        ({n: v for n, v in good.items() if n != "lr_schedulers"}, "contains only a model"),
     ]
     for content, sentence in cases:
         torch.save(content, path)
@@ -245,11 +251,13 @@ def test_other_settings_are_named_once(options: Any, data: Any, says: str | None
 
 def test_other_settings_of_the_servers_optimizer_are_named(tmp_path: Path) -> None:
     run(tmp_path, 2, server_optimizer=lambda p: FedAdam(p, lr=0.02))
-    with pytest.warns(UserWarning, match=r"server_optimizer lr 0\.5, which does not hold \(0\.02\)"):
+    with pytest.warns(UserWarning, match=r"server_optimizer lr 0\.5, which is ignored \(0\.02\)"):
         run(tmp_path / "more", 3, str(tmp_path / "last.ckpt"), server_optimizer=lambda p: FedAdam(p, lr=0.5))
 
 
-def test_lightnings_own_is_used_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightnings_checkpoint_io_is_used_if_the_effect_is_disabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FL_LIGHTNING_LEAVE", "checkpoints")
     run(tmp_path)
     assert checkpoints.MARK not in (tmp_path / "last.ckpt").read_bytes()

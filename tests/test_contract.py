@@ -94,20 +94,20 @@ def reached(kind: type, hooks: set[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_no_client_hook_reaches_what_only_the_server_has(kind: type) -> None:
+def test_no_client_hook_reads_server_state(kind: type) -> None:
     found = reached(kind, HOOKS)
     wrong = {name: user for name, user in found.items() if name in FORBIDDEN}
     assert not wrong
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_no_client_hook_names_what_belongs_to_others(kind: type) -> None:
+def test_no_client_hook_names_members_of_other_sides(kind: type) -> None:
     """Of no object, not even of its data: neither in the hook nor in a function that it hands itself to."""
     wrong = {user: found for user, tree in walked(kind, HOOKS) if (found := NOWHERE.intersection(names(tree)))}
     assert not wrong
 
 
-def test_the_check_sees_what_a_hook_reaches() -> None:
+def test_the_check_finds_members_that_a_hook_reads() -> None:
     class Looks(methods.FedAvg):
         def enter(self, received: Any, me: Any) -> Any:
             return self.helper() or super().enter(received, me)
@@ -119,7 +119,7 @@ def test_the_check_sees_what_a_hook_reaches() -> None:
     assert reached(Looks, HOOKS)["snapshots"] == "Looks.helper"
 
 
-def test_the_check_sees_what_a_hook_hands_itself_to() -> None:
+def test_the_check_follows_functions_that_a_hook_passes_itself_to() -> None:
     class Hands(methods.FedAvg):
         def leave(self, state: Any, received: Any, me: Any) -> Any:
             return peeks(self) or me.data.source.federation
@@ -155,7 +155,7 @@ def test_methods_use_no_private_member_of_the_base(kind: type) -> None:
     assert not base & private(own)  # nor does it hide one
 
 
-def test_no_module_is_called_like_one_of_the_standard_library() -> None:
+def test_no_module_has_the_name_of_a_standard_library_module() -> None:
     root = Path(fl_lightning.__file__).parent
     names_ = {path.stem for path in root.rglob("*.py")} | {path.parent.name for path in root.rglob("__init__.py")}
     assert not {name for name in names_ if not name.startswith("__")} & sys.stdlib_module_names

@@ -131,7 +131,7 @@ def test_client_index_keeps_every_list(parts: list[list[int]]) -> None:
         index[len(parts)]
 
 
-def test_federation_refuses_what_cannot_be_trained() -> None:
+def test_federation_rejects_data_that_cannot_be_trained_on() -> None:
     x, y = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
 
     def make(train: list[list[int]], test: list[list[int]]) -> Federation:

@@ -53,7 +53,7 @@ def test_two_ranks_agree_with_one_process(kind: str, engine: str, tmp_path: Path
     assert first["ledger"] == second["ledger"] == alone["ledger"]
 
 
-def test_a_message_is_sent_without_the_stack_it_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_is_pickled_without_the_stack_it_is_a_view_of(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = torch.arange(16000.0).view(16, 1000)
     returned = [Returned(Message(client, {"w": stack[client]}, 1)) for client in reversed(range(16))]
     sent: list[int] = []
@@ -74,7 +74,7 @@ def test_a_message_is_sent_without_the_stack_it_lies_in(monkeypatch: pytest.Monk
 
 
 def test_a_strategy_that_shards_the_model_is_refused() -> None:
-    with pytest.raises(FederationError, match="shares out clients, not the model: Sharded cannot be used"):
+    with pytest.raises(FederationError, match="distributes clients, not the model: Sharded cannot be used"):
         fit(FedAvg(mlp()), blobs(), rounds=1, strategy=Sharded(), precision="32-true")
 
 

@@ -55,7 +55,7 @@ def test_kl_of_kumaraswamy_and_beta_by_integration(c: float, d: float, alpha: fl
     assert float(dist.kl_kumaraswamy_beta(t(c), t(d), alpha)) == pytest.approx(expected, abs=1e-6)
 
 
-def test_kl_of_kumaraswamy_and_beta_where_it_is_known() -> None:
+def test_kl_of_kumaraswamy_and_beta_in_known_cases() -> None:
     assert float(dist.kl_kumaraswamy_beta(t(96.0), t(1.0), 96.0)) == pytest.approx(0.0, abs=1e-12)
     assert float(dist.kl_kumaraswamy_beta(t(3.0), t(0.5), 2.0)) == pytest.approx(0.507749, abs=1e-6)
 

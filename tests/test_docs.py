@@ -179,7 +179,7 @@ def test_commands_in_the_pages_are_commands() -> None:
         assert set(said) <= set(COMMANDS), page
 
 
-def test_the_python_of_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_code_of_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), flags=re.DOTALL)
     options = "max_epochs=1, accelerator='cpu', logger=False, enable_checkpointing=False, enable_progress_bar=False"
@@ -192,7 +192,7 @@ def draw() -> dict[str, object]:
     return scope
 
 
-def test_the_scheme_of_ones_own_is_whole() -> None:
+def test_the_example_of_a_custom_scheme_is_complete() -> None:
     page = (ROOT / "docs" / "partitions.md").read_text()
     (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Halves" in code)
     found: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def test_readmes_table_is_that_of_the_results() -> None:
     assert draw()["with_table"](readme) == readme, "make pictures writes it again"  # type: ignore[operator]
 
 
-def test_pictures_of_partitions_can_be_drawn_again(tmp_path: Path) -> None:
+def test_pictures_of_partitions_can_be_redrawn(tmp_path: Path) -> None:
     drawn = draw()["draw_partitions"](tmp_path, Digits, ("iid", "by-user"))  # type: ignore[operator]
     assert [path.name for path in drawn] == ["partition-iid.png", "partition-by-user.png"]
     assert all(path.stat().st_size > 5000 for path in drawn)

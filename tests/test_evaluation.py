@@ -51,7 +51,7 @@ def test_scores_equal_an_ordinary_forward_pass(kind: type[FedAvg], shape: tuple[
     assert float(metrics["test/loss"]) == pytest.approx(sum(loss for _, loss in expected) / 3)
 
 
-def test_clients_that_share_a_model_are_one_pass_and_others_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_share_a_model_are_batched_and_others_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A counted call is one run of the net, whatever it is mapped over."""
     calls: list[bool] = []
     original = FedAvg.call
@@ -83,7 +83,7 @@ def test_never_sampled_clients_get_the_shared_model_and_the_initial_private_part
     assert not torch.equal(method.personal_state(0)["head.weight"], method.personal_state(1)["head.weight"])
 
 
-def test_private_names_never_cross() -> None:
+def test_private_names_are_never_sent() -> None:
     method, crossed = Heads(mlp(), lr=0.1), set()
     method.on_client_start = lambda client, message: crossed.update(message)  # type: ignore[attr-defined]
     method.on_before_aggregate = lambda messages: crossed.update(*(m.tensors for m in messages))  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def test_a_net_that_normalises_by_the_batch_sees_one_client_at_a_time(kind: type
     assert [losses[client] for client in range(4)] == pytest.approx(expected.tolist())
 
 
-def test_own_labelling_counts_in_evaluation() -> None:
+def test_label_maps_apply_in_evaluation() -> None:
     """A client that swaps labels is scored by its own labels."""
     inner = blobs((40, 40)).federation
     maps = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])

@@ -36,7 +36,7 @@ class Poisoned(FedAvg):
         return reply
 
 
-def test_a_client_that_is_not_finite_is_left_out_and_named() -> None:
+def test_a_client_with_a_non_finite_update_is_left_out_and_named() -> None:
     method = Poisoned(mlp(), bad=(1,), engine="stacked")
     with pytest.warns(UserWarning, match="left out clients 1, whose updates are not finite"):
         run = fit(method, blobs(), rounds=1)
@@ -49,7 +49,7 @@ def test_a_client_that_is_not_finite_is_left_out_and_named() -> None:
     assert largest_difference(weights(method), weights(three)) < 1e-15
 
 
-def test_a_run_that_diverges_says_so_once() -> None:
+def test_divergence_warns_once() -> None:
     """A loss that is large because of a net's own loss, or of what is predicted, says nothing."""
     with pytest.warns(UserWarning, match="mean training loss of round 0 is .*the run diverges, lower") as told:
         fit(FedAvg(mlp(), lr=10.0, engine="stacked"), blobs(), rounds=3)
@@ -59,7 +59,7 @@ def test_a_run_that_diverges_says_so_once() -> None:
         fit(FedAvg(mlp(), lr=0.1, engine="stacked"), blobs(), rounds=1)
 
 
-def test_private_state_that_is_not_finite_is_not_kept() -> None:
+def test_non_finite_private_state_is_not_kept() -> None:
     data = blobs()
     data.federation.inputs[data.federation.train[2]] = math.inf
     method = Local(mlp(), lr=0.1)
@@ -69,7 +69,7 @@ def test_private_state_that_is_not_finite_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", ["poisoned", "diverged"])
-def test_all_not_finite_stops_the_run_and_keeps_the_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_only_non_finite_updates_stop_the_run_and_keep_the_checkpoint(kind: str, tmp_path: Path) -> None:
     method = Poisoned(mlp(), bad=(0, 1, 2, 3), since=2 if kind == "poisoned" else 99, lr=0.1)
     saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
     if kind == "diverged":
@@ -131,9 +131,9 @@ def test_checkpoints_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
         (FedAvg(mlp()), blobs(), tmp_path / "foreign.ckpt", "not written by fl_lightning"),
         (FedProx(mlp()), blobs(), saved, "is of FedAvg, not of FedProx"),
         (FedAvg(mlp(hidden=(8,))), blobs(), saved, "model does not fit MLP"),
-        (FedAvg(mlp(), seed=5), blobs(), saved, "had seed 0 and cannot go on with seed 5: pass seed=0"),
+        (FedAvg(mlp(), seed=5), blobs(), saved, "had seed 0 and cannot continue with seed 5: pass seed=0"),
         (FedAvg(mlp()), blobs(seed=1), saved, "other data or another partition"),
-        (FedAvg(mlp(), server_optimizer=FedAdam), blobs(), saved, "optimizer SGD and cannot go on with FedAdam"),
+        (FedAvg(mlp(), server_optimizer=FedAdam), blobs(), saved, "optimizer SGD and cannot continue with FedAdam"),
     ]
     for method, data, path, sentence in cases:
         with pytest.raises(FederationError, match=sentence):
@@ -195,7 +195,7 @@ def test_batches_of_one_are_refused_with_batch_normalisation() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
-def test_a_client_that_takes_no_step_has_no_loss_to_count(engine: str) -> None:
+def test_the_loss_ignores_clients_without_steps(engine: str) -> None:
     """One sample has no variance, so the second client skips it."""
     losses = []
     for sizes in ((16,), (16, 1)):
@@ -210,7 +210,7 @@ def test_a_client_that_takes_no_step_has_no_loss_to_count(engine: str) -> None:
     assert math.isnan(idle.summary["train/loss"])
 
 
-def test_data_that_is_not_federated() -> None:
+def test_data_that_is_not_federated_is_rejected() -> None:
     with pytest.raises(FederationError, match="needs a federated DataModule but was given no DataModule"):
         trainer().fit(FedAvg(mlp()), [0])
     with pytest.raises(FederationError, match="no trainable parameters"):
@@ -243,7 +243,7 @@ def test_a_net_that_cannot_be_stacked_is_trained_one_by_one(caplog: pytest.LogCa
             assert "the net cannot be stacked" in method.engine.reason  # type: ignore[attr-defined]
 
 
-def test_a_net_that_draws_by_itself_draws_from_the_clients_stream() -> None:
+def test_a_net_with_its_own_random_draws_uses_the_clients_stream() -> None:
     def run(**kwargs: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         method = FedAvg(nn.Sequential(nn.Dropout1d(0.5), nn.Linear(20, 4)), engine="sequential", **kwargs)  # type: ignore[arg-type]

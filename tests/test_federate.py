@@ -46,7 +46,7 @@ class User(LightningModule):
         return self.optimizer(self.parameters())
 
 
-def test_one_client_is_the_users_own_training() -> None:
+def test_one_client_trains_like_the_users_own_module() -> None:
     sizes, rounds = (24,), 1
     method = federate(User(), epochs=2, batch_size=24)
     fit(method, blobs(sizes), rounds)
@@ -73,7 +73,7 @@ def test_every_engine_and_method_trains_it_alike(kind: type[FedAvg], engine: str
     assert largest_difference(weights(methods[0]), weights(methods[1])) < 1e-9
 
 
-def test_the_users_module_stays_as_it_is_and_its_settings_are_read() -> None:
+def test_the_users_module_is_unchanged_and_its_settings_are_used() -> None:
     user = User()
     before = {name: value.clone() for name, value in user.state_dict().items()}
     method = federate(user, epochs=1, batch_size=8)
@@ -83,7 +83,7 @@ def test_the_users_module_stays_as_it_is_and_its_settings_are_read() -> None:
     assert federate(user, lr=0.5).local.momentum == 0.0
 
 
-def test_losses_asked_for_by_the_server_are_the_users() -> None:
+def test_losses_for_the_server_are_those_of_the_users_module() -> None:
     method = federate(User())
     fit(method, blobs(), 1)
     federation = method.federation
@@ -117,7 +117,7 @@ class Counting(User):
 @pytest.mark.parametrize(
     "make", [lambda: MulticlassAccuracy(CLASSES), MeanMetric, CatMetric], ids=["Accuracy", "MeanMetric", "CatMetric"]
 )
-def test_metrics_in_a_step_change_nothing_and_keep_nothing(make: Any, engine: str) -> None:
+def test_metrics_in_a_step_have_no_effect_and_no_state(make: Any, engine: str) -> None:
     plain, method = (federate(Counting(metric), batch_size=8, engine=engine) for metric in (None, make()))
     for one in (plain, method):
         fit(one, blobs(), 2, precision="64-true")
@@ -167,7 +167,7 @@ def variant(**members: Any) -> LightningModule:
         (mlp(), "takes a LightningModule"),
     ],
 )
-def test_what_clients_cannot_do_is_refused(module: Any, sentence: str) -> None:
+def test_unsupported_modules_are_rejected(module: Any, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         federate(module)
 
@@ -191,7 +191,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_are_the_users(name: str, engine: str) -> None:
+def test_optimizers_equal_the_users(name: str, engine: str) -> None:
     """A round is the user's own loop, of which the scheduler is stepped after every pass over the data."""
     method = federate(User(optimizer=OPTIMIZERS[name]), epochs=4, batch_size=8, engine=engine, seed=1)
     federation = blobs().federation
@@ -217,7 +217,7 @@ def test_optimizers_are_the_users(name: str, engine: str) -> None:
         assert largest_difference({n: result.state[n] for n in expected}, expected) < 1e-12
 
 
-def test_schedules_are_noted_as_far_as_they_change() -> None:
+def test_schedules_are_tabulated_until_they_are_constant() -> None:
     assert local_settings(User(optimizer=scheduled()))["lr_schedule"].values[:3] == pytest.approx([1.0, 0.1, 0.01])
     warm = local_settings(User(optimizer=scheduled(lambda o: LinearLR(o, 0.5, total_iters=2))))
     assert warm["lr"] == 0.1
@@ -253,7 +253,7 @@ class Judged(User):
         self.log("many", batch[0])
 
 
-def test_what_is_logged_is_known_by_client() -> None:
+def test_logged_metrics_are_kept_by_client() -> None:
     method = federate(Judged())
     federation = blobs().federation
     for client in range(4):
@@ -263,12 +263,12 @@ def test_what_is_logged_is_known_by_client() -> None:
         assert float(found["mine"]) == pytest.approx(float((scores.argmax(1) == y).double().mean()))
         assert float(found["spread"]) == pytest.approx(float(scores.std()))
         assert set(found) == {"mine", "spread", "one"}
-        with pytest.raises(FederationError, match="many is logged with 200 numbers for a client"):
+        with pytest.raises(FederationError, match="many is logged with 200 values per client"):
             method.functional(method.server_state(), Asked(x, y, "test"), {}, training=False)
     assert not federate(User()).net.logs("val")
 
 
-def test_a_validation_step_judges_test_samples_too_where_there_is_no_test_step() -> None:
+def test_without_a_test_step_the_validation_step_evaluates_test_samples() -> None:
     """Without held-out samples clients are validated on test samples: what is logged must not be lost."""
 
     class Validated(Judged):

@@ -213,7 +213,7 @@ def test_negative_estimates_count_as_zero_and_zero_gives_the_largest_variance() 
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_an_outside_library_agrees() -> None:
+def test_equals_an_independent_library() -> None:
     backpack = pytest.importorskip("backpack")
     from backpack.extensions import DiagGGNExact, DiagHessian, SumGradSquared
 
@@ -239,7 +239,7 @@ def test_an_outside_library_agrees() -> None:
 
 @pytest.mark.parametrize("kind", ["fisher", "ggn", "hessian"])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
-def test_neither_chunks_nor_company_change_a_client(kind: Any, chunk: int) -> None:
+def test_results_of_a_client_do_not_depend_on_chunks_or_other_clients(kind: Any, chunk: int) -> None:
     """Ragged clients, their samples limited for the larger ones: the same as each client alone."""
     federation, net = blobs((40, 27, 33, 16)).federation, mlp(1).double()
     states = {c: {n: p.detach() * (1 + c) for n, p in net.named_parameters()} for c in range(4)}

@@ -14,7 +14,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.layout import BETTER, StackLayout, fast_in_stack, native, products
 from fl_lightning.layout.activation import tanh
 from fl_lightning.layout.convolution import Convolution, suits_groups
-from fl_lightning.layout.memory import as_it_lies, batch_last, channels_last, has_channels_last
+from fl_lightning.layout.memory import batch_last, channels_last, has_channels_last, keep_layout
 from fl_lightning.layout.normalisation import BatchNorm, GroupNorm
 from fl_lightning.layout.pooling import MaxPool, MeanPool
 from fl_lightning.nets import CNNFashion, LeNet5, LeNet5Classic, LeNetBN
@@ -130,7 +130,7 @@ def test_convolutions_of_several_stacks_at_once() -> None:
 
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("options", [([1, 1], [1, 1], [1, 1], 3), ([2, 1], [0, 2], [1, 2], 3)])
-def test_what_a_capture_is_told_of_convolutions_is_true(
+def test_fake_outputs_of_convolutions_match_the_real_ones(
     options: tuple[list[int], list[int], list[int], int], channels: int
 ) -> None:
     """Shapes, strides and that nothing is written to, checked by PyTorch."""
@@ -142,7 +142,7 @@ def test_what_a_capture_is_told_of_convolutions_is_true(
 
 
 @pytest.mark.parametrize(("channels", "order"), [(2, "batch"), (8, "channels")])
-def test_images_lie_as_convolutions_leave_them(channels: int, order: str) -> None:
+def test_pooling_and_normalisation_keep_the_layout(channels: int, order: str) -> None:
     """Convolutions return the memory order that pooling and normalisation take and return, without a copy."""
     x = {"batch": batch_last, "channels": channels_last}[order](rand(4, channels, 8, 8), 0, CLIENTS)
     weight, scale = rand(8, channels, 3, 3).flatten(0, 1), rand(8).flatten()
@@ -155,7 +155,7 @@ def test_images_lie_as_convolutions_leave_them(channels: int, order: str) -> Non
         assert images.permute(1, 2, 3, 0).is_contiguous() == (order == "batch")
         assert has_channels_last(images) == (order == "channels")
         back = images.unflatten(1, (CLIENTS, -1)).movedim(1, 0)
-        assert as_it_lies(back, 0, CLIENTS).data_ptr() == images.data_ptr()
+        assert keep_layout(back, 0, CLIENTS).data_ptr() == images.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def test_a_single_net_is_a_stack_of_one(net: type[nn.Module], way: str) -> None:
     torch.testing.assert_close(found, own(x).detach(), rtol=1e-10, atol=1e-10)
 
 
-def test_large_nets_and_nets_without_convolutions_are_left_to_pytorch() -> None:
+def test_large_nets_and_nets_without_convolutions_use_pytorch() -> None:
     assert not fast_in_stack({"fc.weight": torch.empty(3, 4)})
     assert not fast_in_stack({"small": torch.empty(6, 1, 5, 5), "large": torch.empty(64, 64, 3, 3)})
 
 
-def test_tangents() -> None:
+def test_hyperbolic_tangent() -> None:
     agree(torch.tanh, rand(3, 4, 5, 6))
     agree(lambda x: x.tanh(), rand(3, 4, 5, 6))
     agree(torch.tanh, lying(rand(3, 4, 5, 6), "batch"))
@@ -189,7 +189,7 @@ def test_tangents() -> None:
     torch.library.opcheck(tanh, (rand(3, 4, 5).float(),))
 
 
-def test_tangents_of_single_precision() -> None:
+def test_hyperbolic_tangent_in_single_precision() -> None:
     """To two units in the last place, wherever they are steep, flat, tiny or not a number."""
     size = torch.cat([torch.linspace(0, 12, 100_003), torch.logspace(-38, 1, 10_001)])
     x = torch.cat([size, -size])
@@ -210,7 +210,7 @@ def test_convolutions_of_one_channel_whose_memory_is_ambiguous() -> None:
 
 
 @pytest.mark.parametrize("in_dims", [(None, 0), (0, None)])
-def test_what_clients_share_is_shared(in_dims: tuple[int | None, ...]) -> None:
+def test_inputs_shared_by_all_clients(in_dims: tuple[int | None, ...]) -> None:
     values = [
         value[0] if dim is None else value
         for value, dim in zip((rand(2, 3, 5, 5), rand(4, 3, 3, 3)), in_dims, strict=True)
@@ -311,7 +311,7 @@ def test_second_derivatives_of_normalisation_say_what_to_do(norm: str) -> None:
         torch.vmap(torch.func.grad(ours(sharpness)))(rand(3, 2, 4, 4), rand(2))
 
 
-def test_what_is_not_mapped_or_not_images_is_left_to_pytorch() -> None:
+def test_other_calls_use_pytorch() -> None:
     x, weight = rand(2, 5, 5), rand(3, 2, 3, 3)
     torch.testing.assert_close(torch.vmap(ours(F.conv2d))(x, weight), torch.vmap(F.conv2d)(x, weight))
     same = torch.vmap(ours(lambda x, w: F.conv2d(x, w, padding="same")))(rand(2, 2, 5, 5), weight)

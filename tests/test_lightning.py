@@ -28,7 +28,7 @@ def test_every_round_is_one_epoch_and_one_server_step() -> None:
     assert (run.current_epoch, run.global_step) == (5, 5)
 
 
-def test_hooks_are_called_in_order_with_what_crosses() -> None:
+def test_hooks_are_called_in_order_with_the_messages() -> None:
     calls: list[tuple[str, Any]] = []
 
     class Spy(FederatedCallback):
@@ -178,12 +178,12 @@ def test_mixed_precision_runs_the_net_in_bfloat16_and_caches_no_weights() -> Non
         ({"strategy": DDPStrategy(), "sync_batchnorm": True}, "each other's batches: leave it out"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(option: dict[str, Any], sentence: str) -> None:
+def test_unsupported_trainer_options_are_rejected(option: dict[str, Any], sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         fit(FedAvg(mlp()), blobs(), **option)
 
 
-def test_what_needs_other_hardware_is_refused_too() -> None:
+def test_unsupported_hardware_options_are_rejected() -> None:
     trainer = SimpleNamespace(strategy=SingleDeviceStrategy(), precision="16-mixed")
     with pytest.raises(FederationError, match="gradient scaler"):
         check_trainer(trainer)  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def test_seed_everything_decides_the_streams() -> None:
     assert largest_difference(first, run(None)) == 0.0
 
 
-def test_a_second_fit_goes_on_from_where_the_first_ended() -> None:
+def test_a_second_fit_continues_from_the_weights_of_the_first() -> None:
     method = FedAvg(mlp(), lr=0.1)
     fit(method, blobs(), rounds=2)
     after = weights(method)

@@ -69,6 +69,6 @@ def test_settings_that_need_classes_take_classes() -> None:
     assert isinstance(attempt("FedBPS", "Classification", "Adam", curvature="ggn"), FedBPS)
 
 
-def test_moments_do_not_follow_units_that_move() -> None:
+def test_optimizer_state_cannot_be_kept_if_units_are_permuted() -> None:
     with pytest.raises(FederationError, match=r"FedMA moves hidden units about, .* leave keep_optimizer out"):
         FedMA(mlp(), optimizer="Adam", keep_optimizer=True)

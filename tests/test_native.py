@@ -124,7 +124,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 
 @needed
-def test_what_is_not_a_number_stays_so() -> None:
+def test_nan_propagates() -> None:
     """A diverged client is found by its weights, which kernels must not make look sound."""
     x, weight = drawn(16, 2, 6, 6), drawn(6, 1, 3, 3)
     x[3, 0, 2, 2] = torch.nan
@@ -138,27 +138,27 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 
 @needed
-def test_only_tensors_that_there_are_kernels_for() -> None:
+def test_kernels_reject_other_tensors() -> None:
     assert native.kernels(torch.empty(1)) is native.kernels(torch.empty(1, dtype=torch.float64)) is not None
     assert native.kernels(torch.empty(1, dtype=torch.bfloat16)) is None
     assert native.kernels(torch.empty(1, device="meta")) is None
 
 
 @pytest.mark.usefixtures("anew")
-def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FL_LIGHTNING_NATIVE", "0")
     assert native.library() is None
 
 
 @pytest.mark.usefixtures("anew")
-def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_kernels_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert native.library() is None
 
 
 @pytest.mark.usefixtures("anew")
-def test_a_compiler_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failing = tmp_path / "c++"
     failing.write_text("#!/bin/sh\nexit 1\n")
     failing.chmod(0o755)
@@ -171,7 +171,7 @@ def test_a_compiler_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch, t
 @needed
 @pytest.mark.slow
 @pytest.mark.usefixtures("anew")
-def test_they_are_made_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "FLAGS", ((),))  # as a compiler that knows neither this processor nor OpenMP makes them
     assert native.library() is not None
@@ -189,7 +189,7 @@ def test_they_are_made_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @needed
 @pytest.mark.slow
 @pytest.mark.usefixtures("anew")
-def test_a_damaged_library_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_damaged_library_is_recompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Leave the file as a full disk does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "FLAGS", ((),))

@@ -47,3 +47,24 @@ def test_a_notebook_runs_without_noise(name: str, tmp_path: Path, monkeypatch: p
         assert noise not in printed, printed
     if name == "deployment":
         assert "equal, bit for bit: True" in printed
+
+
+@pytest.mark.slow
+def test_progress_is_one_line_that_ends_with_the_last_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install -e '.[dev]'")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = (
+        "from lightning.pytorch import Trainer\n"
+        "from fl_lightning import MLP, Digits, FedAvg, Unimodal\n"
+        "from fl_lightning.callbacks import RoundProgress\n"
+        "quiet = dict(logger=False, enable_checkpointing=False, enable_model_summary=False, accelerator='cpu')\n"
+        "method, data = FedAvg(MLP(64), engine='stacked'), Digits(partition=Unimodal(clients=10))\n"
+    )
+    bars = ("", "callbacks=[RoundProgress()], ")  # Lightning's own choice, and ours
+    cells = [nbformat.v4.new_code_cell(f"{run}Trainer(max_epochs=10, {bar}**quiet).fit(method, data)") for bar in bars]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for cell in notebook.cells:
+        told = [output.data["text/plain"] for output in cell.outputs if output.output_type == "display_data"]
+        assert len(told) == 1, told
+        assert told[0].startswith("round 10/10  clients 10/10")

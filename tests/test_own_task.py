@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_metrics_of_clients_are_scikit_learns() -> None:
+def test_metrics_of_clients_equal_scikit_learn() -> None:
     data = numbers(global_test=[0, 14, 23])
     method = FedAvg(net(), **OPTIONS)
     logged = fit(method, data, 2).callback_metrics
@@ -178,13 +178,13 @@ def test_a_users_validation_step_is_logged_over_clients() -> None:
 @pytest.mark.parametrize(
     ("make", "data", "sentence"),
     [
-        (lambda: FedAvg(net()), numbers, r"Classification needs one whole number for each sample"),
+        (lambda: FedAvg(net()), numbers, r"Classification needs one integer per sample"),
         (lambda: FedAvg(MLP(4, (), 2), task="Regression"), numbers, r"outputs of shape \(n, 1\), not \(n, 2\)"),
-        (lambda: FedAvg(mlp(), task="NextToken"), blobs, r"NextToken needs whole numbers of shape \(n, length\)"),
+        (lambda: FedAvg(mlp(), task="NextToken"), blobs, r"NextToken needs integers of shape \(n, length\)"),
         (lambda: PFedMe(mlp(), optimizer="Adam"), blobs, r"PFedMe moves w towards theta .* plain SGD alone"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Any, data: Any, sentence: str) -> None:
+def test_tasks_that_do_not_fit_are_rejected(make: Any, data: Any, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         fit(make(), data(), 1)
 
@@ -210,6 +210,6 @@ def test_the_loss_of_an_own_task_of_classes_is_logged() -> None:
 
 def test_a_schedule_needs_the_number_of_rounds() -> None:
     method = FedAvg(mlp(), lr_schedule=Cosine(), engine="sequential")
-    with pytest.raises(FederationError, match=r"Cosine follows the share of the rounds .* set max_epochs"):
+    with pytest.raises(FederationError, match=r"Cosine depends on the share of completed rounds: set max_epochs"):
         method.local.in_round(0, -1)
     assert FedAvg(mlp(), lr_schedule=Step(3)).local.in_round(4, -1).lr == pytest.approx(0.001)

@@ -129,7 +129,7 @@ def names_of(requirements: list[str]) -> set[str]:
     return {canonical(Requirement(one).name) for one in requirements}
 
 
-def test_what_is_imported_is_declared_and_nothing_else() -> None:
+def test_imports_equal_the_declared_dependencies() -> None:
     called = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
     imported = {canonical(called.get(name, name)) for name in imported_by(ROOT / "fl_lightning")}
     extras = PROJECT["project"]["optional-dependencies"]
@@ -162,7 +162,7 @@ def test_pre_commit_takes_the_pinned_versions() -> None:
     assert revisions["codespell"] == f"v{pinned['codespell']}"
 
 
-def test_workflows_call_targets_that_there_are() -> None:
+def test_workflows_call_existing_targets() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     files = [*(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / ".ci" / "run", ROOT / "CONTRIBUTING.md"]
     called = {

@@ -105,7 +105,7 @@ def test_sigterm_to_one_rank_ends_all_and_leaves_the_last_round(tmp_path: Path) 
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["fl_lightning"]["rounds"] == 2
 
 
-def test_one_process_waits_for_nobody() -> None:
+def test_one_process_does_not_wait() -> None:
     meet(0.001)
 
 

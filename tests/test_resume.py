@@ -59,14 +59,16 @@ def kills() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("hook", "times"), kills())
-def test_kill_9_at_every_point(hook: str, times: int, tmp_path: Path, uninterrupted: Any) -> None:
+def test_resume_after_kill_9_at_every_point(hook: str, times: int, tmp_path: Path, uninterrupted: Any) -> None:
     stopped(make(FedAvg), tmp_path, Stop(hook, times, kill), early=times < 3)
     assert_same(resumed(FedAvg, tmp_path), uninterrupted["FedAvg"])
 
 
 @pytest.mark.parametrize("act", [kill, interrupt, terminate, fail])
 @pytest.mark.parametrize("kind", [FedAvg, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (FedProx, Local))])
-def test_any_stop_within_a_round(act: Any, kind: type[FederatedModule], tmp_path: Path, uninterrupted: Any) -> None:
+def test_resume_after_any_stop_within_a_round(
+    act: Any, kind: type[FederatedModule], tmp_path: Path, uninterrupted: Any
+) -> None:
     stopped(make(kind), tmp_path, Stop("on_client_end", 5, act))
     assert (tmp_path / "last.ckpt").exists()
     assert not (tmp_path / "epoch=3.ckpt").exists()
@@ -123,7 +125,7 @@ def test_captured_runs_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Mo
     assert_same(resumed(Local, tmp_path / "part", engine="captured"), state_of(whole))
 
 
-def test_what_auto_chose_is_kept(tmp_path: Path) -> None:
+def test_the_choice_of_auto_is_kept(tmp_path: Path) -> None:
     stopped(make(FedAvg, engine="auto"), tmp_path, Stop("on_round_end", 2, kill))
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["fl_lightning"]["engine"]
     assert saved in ("sequential", "stacked", "captured")

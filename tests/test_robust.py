@@ -44,7 +44,7 @@ def test_ten_numbers_by_hand() -> None:
     assert float(robust.fltrust(signed, ZERO, torch.tensor([3.0]).double())) == pytest.approx(3.0)
 
 
-def test_fltrust_weighs_by_cosine() -> None:
+def test_fltrust_weights_by_cosine() -> None:
     """Half a right angle off the trusted direction, and at a right angle to it."""
     values = torch.tensor([[1.0, 0.0], [5.0, 5.0], [0.0, 7.0]]).double()
     half = 0.5**0.5
@@ -90,7 +90,7 @@ def test_up_to_the_breakdown_point_and_beyond(name: str, most: int, rule: Callab
     assert float(rule(drawn(beyond)).norm()) > 10
 
 
-def test_a_mean_breaks_at_once_and_a_bound_limits_every_row() -> None:
+def test_one_row_breaks_the_mean_and_a_bound_limits_every_row() -> None:
     assert float(drawn(1).mean(0).norm()) > 1e5
     for hostile in range(6):
         moved = robust.norm_bounded(drawn(hostile), torch.zeros(5).double(), 0.5)
@@ -136,7 +136,7 @@ def test_messages_are_aggregated_jointly_whatever_they_claim(rule: Aggregation) 
     assert list(rule(messages(drawn(0)), names=["b"])) == ["b"]
 
 
-def test_what_cannot_be_protected_is_refused() -> None:
+def test_impossible_settings_are_rejected() -> None:
     for attempt, sentence in (
         (lambda: robust.krum(TEN, 4), "Krum withstands 4 hostile clients among 11 or more, not among 10"),
         (lambda: robust.krum(TEN, 1, 10), "keeps between 1 and 9 clients, not 10"),

@@ -20,10 +20,10 @@ OPTIONS: dict[str, Any] = {"lr": 0.1, "batch_size": 8, "engine": "stacked", "wei
 
 
 @pytest.mark.parametrize("name", methods.__all__)
-def test_methods_with_weights_of_their_own_refuse_rules(name: str) -> None:
+def test_methods_with_their_own_weights_reject_rules(name: str) -> None:
     kind = getattr(methods, name)
     if name in REFUSING:
-        with pytest.raises(FederationError, match=f"The server of {name} weighs clients in a way of its own"):
+        with pytest.raises(FederationError, match=f"The server of {name} weights clients in its own way"):
             kind(mlp(), aggregation=Median())
     else:
         assert kind(mlp(), aggregation=Median()).aggregation is not None
@@ -63,7 +63,7 @@ def test_pfedme_mixes_its_model_with_the_median() -> None:
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])
-def test_the_servers_optimizer_steps_towards_what_the_rule_gives(rate: float) -> None:
+def test_the_servers_optimizer_steps_towards_the_result_of_the_rule(rate: float) -> None:
     """Server SGD with a rate of 0.5 goes half of the way to the median."""
     method, seen = (
         FedAvg(mlp(), aggregation=Median(), server_optimizer=partial(torch.optim.SGD, lr=rate), **OPTIONS),

@@ -44,12 +44,12 @@ def test_equals_torch(schedule: Schedule, make: Any) -> None:
         other.step()
 
 
-def test_a_function_of_progress_will_do() -> None:
+def test_a_function_of_progress_is_a_schedule() -> None:
     assert value_at(lambda progress: 1 - progress, 3, 4) == 0.25
 
 
 @pytest.mark.parametrize("schedule", [WarmUp(3, 0.2, Cosine(0.1)), Step(2), Table([1.0, 0.5]), Exponential()])
-def test_descriptions_make_the_same_again(schedule: Schedule) -> None:
+def test_descriptions_round_trip(schedule: Schedule) -> None:
     again = schedules.made(json.loads(json.dumps(schedules.describe(schedule))), "schedule")
     assert [again.at(d, 9) for d in range(9)] == [schedule.at(d, 9) for d in range(9)]
 
@@ -66,9 +66,9 @@ def test_earlier_class_paths_load() -> None:
         (lambda: Step(0), r"every must be 1 or more, not 0"),
         (lambda: WarmUp(0), r"length must be 1 or more, not 0"),
         (lambda: Table([]), r"needs at least one"),
-        (lambda: Step(3)(0.5), r"Step counts rounds or steps and cannot follow a share"),
+        (lambda: Step(3)(0.5), r"Step counts rounds or steps and cannot depend on a share"),
     ],
 )
-def test_what_cannot_be_meant(call: Any, sentence: str) -> None:
+def test_invalid_arguments_are_rejected(call: Any, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         call()

@@ -28,16 +28,16 @@ def test_a_file_grows_and_keeps_what_it_holds(tmp_path: Path) -> None:
     assert path.stat().st_size == 8000
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(number: int, start: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(FederationError, match=r"no room for 3\.0 MB of what clients keep in .*make room"):
+    with pytest.raises(FederationError, match=r"no room for 3\.0 MB of client state in .*make room"):
         reserve(tmp_path / "rows", 3_000_000)
 
 
-def test_a_file_size_limit_is_a_sentence_and_no_signal(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_a_clear_error_not_a_signal(tmp_path: Path) -> None:
     if (pid := os.fork()) == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

@@ -42,7 +42,7 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_signals_are_noted_and_handlers_put_back() -> None:
+def test_signals_are_recorded_and_handlers_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     deferred = Deferred(signal.SIGTERM, signal.SIGUSR1)
     deferred.install()
@@ -68,7 +68,7 @@ def test_a_second_ctrl_c_acts_at_once_but_not_within_held() -> None:
     deferred.restore()
 
 
-def test_what_is_ignored_stays_ignored_and_other_threads_install_nothing() -> None:
+def test_ignored_signals_stay_ignored_and_other_threads_install_nothing() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Deferred(signal.SIGINT).install()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -79,7 +79,7 @@ def test_what_is_ignored_stays_ignored_and_other_threads_install_nothing() -> No
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_check_calls_who_listens() -> None:
+def test_check_calls_the_listeners() -> None:
     calls: list[int] = []
     with listening(lambda: calls.append(1)):
         check()
@@ -246,6 +246,8 @@ def test_slurm_requeues_from_a_checkpoint(
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 
-def test_lightnings_handlers_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightnings_handlers_are_used_if_the_effect_is_disabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FL_LIGHTNING_LEAVE", "signals")
     assert code_of(make(SCAFFOLD), tmp_path, Stop("on_round_start", 2, lambda: send(signal.SIGTERM))) == 0

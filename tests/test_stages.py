@@ -121,7 +121,7 @@ def test_a_checkpoint_written_between_stages_is_resumed_there(hook: str, times: 
     assert (untimed(again.summary), again.probed) == (untimed(whole.summary), 4)  # type: ignore[attr-defined]
 
 
-def test_the_ledger_keeps_the_stages_that_were_over(tmp_path: Path) -> None:
+def test_the_ledger_keeps_completed_stages(tmp_path: Path) -> None:
     folder, (first, second) = tmp_path / "part", (LedgerCallback(folder=str(tmp_path)) for _ in range(2))
     stopped(make(Halves), folder, OnExceptionCheckpoint(folder, "stop"), first, Stop("on_client_end", 6, fail))
     again = make(Halves)
@@ -165,9 +165,7 @@ class Bounded(FedAvg):
 
 
 @pytest.mark.parametrize(("net", "bound"), [("mlp", 5), ("dropout", 1), ("dropout", 5), ("dropout", 6)])
-def test_phases_end_after_their_steps_alike_in_every_engine(
-    net: str, bound: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_phases_end_after_their_steps_in_every_engine(net: str, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturedEngine, "seldom", 0)
     ends = []
     for engine in ("sequential", "stacked", "captured") if net == "mlp" else ("sequential", "stacked"):

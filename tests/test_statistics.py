@@ -46,7 +46,7 @@ def test_a_variance_that_noise_made_negative_counts_as_none() -> None:
     torch.testing.assert_close(model_statistics(net, state)[""]["sigma"], torch.full((2,), 1e-5**0.5).double())
 
 
-def test_layers_that_keep_nothing_must_be_measured() -> None:
+def test_layers_without_running_statistics_must_be_measured() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm((2, 3)))
     assert without_running(net) == ["1", "2"]
     found = model_statistics(net, net.state_dict())

@@ -63,14 +63,14 @@ def held(store: DiskSnapshotStore) -> dict[int, float]:
     return {client: float(store[client].private["w"].mean()) for client in store}
 
 
-def test_a_new_client_takes_nobodys_row(tmp_path: Path) -> None:
+def test_a_new_client_gets_a_new_row(tmp_path: Path) -> None:
     store = filled(DiskSnapshotStore(tmp_path), (0, 1))
     del store[0]
     filled(store, (2, 0))
     assert held(store) == {0: 0.0, 1: 1.0, 2: 2.0}
 
 
-def test_stores_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+def test_stores_in_one_folder_are_independent(tmp_path: Path) -> None:
     """Files of several ranks, or of two runs: a mapped one is neither cut short nor written to."""
     first, second = DiskSnapshotStore(tmp_path), DiskSnapshotStore(tmp_path)
     filled(first, range(100))
@@ -101,7 +101,7 @@ def test_entries_must_be_those_of_all_clients_and_the_run_on_a_cpu(tmp_path: Pat
     store[0] = ClientSnapshot({"w": torch.zeros(2)})
     with pytest.raises(FederationError, match="keep the same entries"):
         store[1] = ClientSnapshot({"v": torch.zeros(2)})
-    with pytest.raises(FederationError, match="serves runs on a CPU, not on cuda"):
+    with pytest.raises(FederationError, match="works on a CPU, not on cuda"):
         store.to(torch.device("cuda"), torch.float32)
 
 

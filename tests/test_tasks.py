@@ -115,7 +115,7 @@ def test_engines_train_on_any_targets(name: str, engine: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_metrics_take_what_tasks_give(name: str) -> None:
+def test_metrics_accept_the_scores_of_tasks(name: str) -> None:
     """The headline metric is among them, fits outputs and targets, and says which way is better."""
     task, make, inputs, targets = CASES[name]
     x = inputs.double() if inputs.is_floating_point() else inputs
@@ -145,7 +145,7 @@ def test_losses_by_hand() -> None:
 @pytest.mark.parametrize(
     "task", [Classification("auroc"), MultiLabel("acc"), Regression("mae"), Segmentation(7), NextToken()]
 )
-def test_specs_make_the_same_again(task: Task) -> None:
+def test_specs_round_trip(task: Task) -> None:
     again = tasks.made(json.loads(json.dumps(task.spec)))
     assert type(again) is type(task)
     assert again.spec == task.spec
@@ -154,20 +154,20 @@ def test_specs_make_the_same_again(task: Task) -> None:
 @pytest.mark.parametrize(
     ("task", "output", "target", "sentence"),
     [
-        (Classification(), (3, 2), torch.zeros(3), r"needs one whole number .* torch.float32 of shape \(n\)"),
+        (Classification(), (3, 2), torch.zeros(3), r"needs one integer .* torch.float32 of shape \(n\)"),
         (Classification(), (3, 2, 2), torch.zeros(3).long(), r"outputs of shape \(n, classes\), not \(n, 2, 2\)"),
         (MultiLabel(), (3, 2), torch.full((3, 2), 2), r"MultiLabel needs targets of 0 and 1"),
         (MultiLabel(), (3, 4), torch.ones(3, 2), r"outputs of shape \(n, 2\), not \(n, 4\)"),
         (Regression(), (3, 1), torch.tensor([1.0, math.nan, 0.0]), r"targets that are finite"),
         (Regression(), (3, 2), torch.zeros(3), r"outputs of shape \(n, 1\), not \(n, 2\)"),
-        (Segmentation(), (3, 2, 4, 4), torch.zeros(3), r"needs whole numbers of shape \(n, height, width\)"),
+        (Segmentation(), (3, 2, 4, 4), torch.zeros(3), r"needs integers of shape \(n, height, width\)"),
         (Segmentation(), (3, 2, 2, 2), torch.zeros(3, 4, 4).long(), r"outputs of shape \(n, classes, 4, 4\)"),
         (Segmentation(), (3, 2, 4, 4), torch.full((3, 4, 4), 5), r"Targets name class 5 to 5, .* outputs for 0 to 1"),
         (NextToken(), (3, 5), torch.zeros(3, 4).long(), r"outputs of shape \(n, 4, tokens\)"),
-        (NextToken(), (3, 4, 5), torch.zeros(3, 4), r"NextToken needs whole numbers of shape \(n, length\)"),
+        (NextToken(), (3, 4, 5), torch.zeros(3, 4), r"NextToken needs integers of shape \(n, length\)"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(task: Task, output: tuple[int, ...], target: Tensor, sentence: str) -> None:
+def test_targets_that_do_not_fit(task: Task, output: tuple[int, ...], target: Tensor, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         task.check(torch.zeros(output), target)
 
@@ -181,7 +181,7 @@ def test_what_does_not_fit(task: Task, output: tuple[int, ...], target: Tensor, 
         ({"class_path": "Regression", "init_args": {"headline": "acc"}}, r"headline must be rmse, mae, r2, not 'acc'"),
     ],
 )
-def test_tasks_that_cannot_be_meant(given: Any, sentence: str) -> None:
+def test_unknown_tasks(given: Any, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         tasks.made(given)
 
@@ -208,7 +208,7 @@ def test_a_column_says_how_samples_are_dealt() -> None:
         given_strata([1, 2], 3)
 
 
-def test_what_has_no_classes_is_not_dealt_by_them() -> None:
+def test_partitions_by_class_need_classes() -> None:
     with pytest.raises(FederationError, match=r"Dirichlet deals samples by their classes, .* stratify="):
         _ = TensorFederation(draw(40, 4), draw(40, 2), partition=Dirichlet(2)).federation
     assert TensorFederation(draw(40, 4), draw(40, 2), partition=IID(2)).federation.num_clients == 2

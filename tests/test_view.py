@@ -45,7 +45,7 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end() -> None:
     ]
 
 
-def test_a_resumed_task_is_not_thought_faster_than_it_is() -> None:
+def test_the_estimate_of_a_resumed_task_ignores_earlier_work() -> None:
     clock, to = Clock(), console()
     view = View("round", 100, begin=90, console=to, clock=clock)
     clock.now = 20

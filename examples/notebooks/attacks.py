@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Attacks
 #
-# Was a sample used in training? The membership attack answers from the messages that an adversary sees, in a stated view: here the
-# server, which sees every message, and an outsider, who sees the shared model.
+# Was a sample used in training? The membership attack tries to answer this from the messages that an adversary sees. Its views define
+# the adversary: here the server, which sees every message, and an outsider, who sees the shared model.
 
 # %%
 import logging
@@ -21,7 +21,7 @@ trainer = Trainer(max_epochs=5, accelerator="cpu", callbacks=[attack, LedgerCall
 trainer.fit(method, data)
 
 # %% [markdown]
-# An AUROC of 0.5 is guessing. The model is overfitted on purpose: ten epochs in each round on few samples.
+# An AUROC of 0.5 is random guessing. The model overfits on purpose: ten epochs per round on few samples.
 
 # %%
 for name, value in sorted(trainer.callback_metrics.items()):
@@ -29,4 +29,4 @@ for name, value in sorted(trainer.callback_metrics.items()):
         print(f"{name}: {float(value):.3f}")
 
 # %% [markdown]
-# [Privacy](../docs/privacy.md) has the threat models, inversion, gradient leakage, and the defences with their epsilon.
+# See [privacy](../docs/privacy.md) for the threat models, inversion, gradient leakage, and defences with their epsilon.

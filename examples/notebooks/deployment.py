@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Deployment
 #
-# The server and every client apart: sites are objects of their own, with their own data and nothing of each other, and only bytes pass
-# between them and the server. The transport here is a function call; `fl-lightning serve` and `join` carry the same bytes over the
+# Server and clients are separate here: each site is an object with only its own data, and sites exchange only bytes with the
+# server. The transport in this notebook is a function call; `fl-lightning serve` and `join` send the same bytes over the
 # network, with TLS.
 
 # %%
@@ -25,10 +25,10 @@ def method() -> FedPer:
 
 data = Digits(partition=IID(clients=4), seed=0)
 data.setup("fit")
-initial = method()  # all begin with the same weights
+initial = method()  # all start from the same weights
 
 # %% [markdown]
-# ## Four sites, each with a quarter of the clients' data and a folder for its private state
+# ## Four sites, each with one client's data and a folder for its private state
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -41,7 +41,7 @@ for client in range(4):
 
 # %%
 class Calls:
-    """A transport that calls the sites; it passes bytes on."""
+    """A transport that calls the sites with bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -68,7 +68,7 @@ transport = Calls()
 server.exchange = RemoteClients(server, transport, 4)
 trainer = Trainer(max_epochs=3, accelerator="cpu", **quiet)
 trainer.fit(server, SiteData(server.exchange, 1.0, seed=0))
-print(f"{transport.bytes / 1e6:.2f} MB passed")
+print(f"{transport.bytes / 1e6:.2f} MB communicated")
 
 # %% [markdown]
 # ## The same run, simulated

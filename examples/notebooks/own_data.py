@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Your own data
 #
-# Arrays with an owner for each row, or a table with a column that names the client. Here: disease progression of 442 patients
-# (scikit-learn's diabetes data), dealt to four hospitals by age, and a regression.
+# Use arrays with a client for each row, or a table with a column that names the client. This example is a regression: disease
+# progression of 442 patients (scikit-learn's diabetes data), divided among four hospitals by age.
 
 # %%
 import logging
@@ -22,7 +22,7 @@ data.setup("fit")
 print(data)
 
 # %% [markdown]
-# The task decides loss and metrics; each is computed for every client on its own samples.
+# The task defines loss and metrics. Metrics are computed per client, on the client's own samples.
 
 # %%
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -38,4 +38,4 @@ for kind in (Local, FedAvg):
 
 # %% [markdown]
 # `FromFrame(table, client="hospital", target="progression")` takes a DataFrame, `Table("patients.csv", ...)` a file, and
-# `FromDataset` a torch or Hugging Face data set: [your own data, task and optimizer](../docs/own-task.md).
+# `FromDataset` a torch or Hugging Face data set. See [your own data, task and optimizer](../docs/own-task.md).

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Your own method
 #
-# A method is one class; it overrides only what differs from FedAvg. A client's hooks see what the client received, what it kept and its
-# own data (`me`), the server's hooks see messages, and nobody sees both.
+# A method is one class; it overrides only what differs from FedAvg. Client hooks see what the client received, what it kept and its
+# own data (`me`); server hooks see the messages. No hook sees both.
 
 # %%
 import logging
@@ -16,7 +16,7 @@ quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 # %% [markdown]
-# ## At the server: the median of the messages instead of their mean
+# ## A custom server: the median of the messages instead of their mean
 
 
 # %%
@@ -32,17 +32,17 @@ class Median(FedAvg):
 
 
 # %% [markdown]
-# ## At the client: a pull towards the received model (FedProx in one line)
+# ## A custom client: a pull towards the received model, as in FedProx
 
 
 # %%
 class Pulled(FedAvg):
-    """FedAvg whose clients are held near the model that they received."""
+    """FedAvg with a pull towards the received model."""
 
     # client
 
     def enter(self, received: State, me) -> State:
-        """Begin with the received model, and remember it."""
+        """Start from the received model, and remember it."""
         state = super().enter(received, me)
         return state | {f"received.{name}": state[name] for name in self.trainable_names}
 
@@ -60,5 +60,5 @@ for kind in (FedAvg, Median, Pulled):
     print(kind.__name__, round(float(trainer.callback_metrics["val/acc"]), 3))
 
 # %% [markdown]
-# In a file of its own the class has a name on the command line: `fl-lightning fit --config quickstart --use my_method.py --model Median`.
-# [How to add a method](../docs/add-a-method.md) has all hooks.
+# Saved in a file, the class is available on the command line: `fl-lightning fit --config quickstart --use my_method.py --model Median`.
+# See [how to add a method](../docs/add-a-method.md).

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Quickstart
 #
-# Ten clients with two classes of handwritten digits each, alone (Local) and with one model for all (FedAvg).
-# The data is scikit-learn's; nothing is downloaded.
+# Ten clients with two classes of handwritten digits each train alone (Local) and with one model for all (FedAvg).
+# The data comes with scikit-learn; nothing is downloaded.
 
 # %%
 import logging
@@ -32,8 +32,8 @@ for kind in (Local, FedAvg):
     print(kind.__name__, {name: round(float(found[name]), 3) for name in ("test/acc", "test/acc_worst10")})
 
 # %% [markdown]
-# Every client has a score of its own. With two classes a client's own task is easy, so training alone is hard to beat here:
-# [choosing a method](../docs/choose.md) begins with this comparison.
+# Each client has its own score. With two classes a client's task is easy, so training alone is hard to beat here.
+# [Choosing a method](../docs/choose.md) begins with this comparison.
 
 # %%
 import matplotlib.pyplot as plt

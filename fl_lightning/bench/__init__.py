@@ -1,1 +1,1 @@
-"""Speed, as a ratio to a plain PyTorch loop of the same mathematics, measured in turns in the same process."""
+"""Benchmark of speed relative to a plain PyTorch loop of the same computation, alternating in one process."""

@@ -1,4 +1,4 @@
-"""Data as large and as raw as the real data sets, filled with noise: speed does not depend on what is in it."""
+"""Noise data with the sizes and types of real data sets; speed does not depend on the values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.federation import Federation
 
-#: Training samples of a client where MNIST's classes are dealt out in shards, two a client: between these.
+#: Range of a client's training samples when MNIST is split into shards by class, two per client.
 SHARDS = (434, 539)
 
 
@@ -20,12 +20,12 @@ def images(
     fraction: float = 0.1,
     classes: int = 10,
 ) -> TensorFederation:
-    """A federation of byte images of noise.
+    """Build a federation of noise images in uint8.
 
     Args:
-        shape: of an image: channels, height, width.
+        shape: shape of an image: channels, height, width.
         clients: number of clients.
-        sizes: a client's number of training samples lies between these; a fifth of all its samples are for testing.
+        sizes: range of a client's number of training samples; a fifth of all its samples are for testing.
         fraction: share of the clients in a round.
         classes: number of classes.
     """
@@ -53,5 +53,5 @@ def images(
 
 
 def features(federation: Federation) -> Tensor:
-    """All inputs, normalised once: the plain loops pay nothing for it."""
+    """Normalise all inputs once, so that plain loops spend no time on it."""
     return federation.features(federation.inputs, torch.float32)

@@ -1,15 +1,12 @@
-"""Measure a workload: rounds through ``Trainer.fit`` and the plain loop, taking turns."""
+"""Measurement of a workload: rounds through ``Trainer.fit`` and the plain loop, alternating."""
 
 from __future__ import annotations
 
-import logging
 import resource
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,29 +17,30 @@ from fl_lightning.bench.data import features
 from fl_lightning.bench.workloads import Workload, seeded
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.module import FederatedModule
+from fl_lightning.quiet import quiet_trainer, silence
 
 
 class Turn(NamedTuple):
-    """Figures of some rounds, without validation, which the plain loop has not, and of the loop after them."""
+    """Measurements of some rounds, excluding validation, which the plain loop lacks, and of the loop after them."""
 
     speed: float
-    """Steps per second."""
+    """Local steps per second."""
     seconds: float
-    """Of a round."""
+    """Duration of a round."""
     validating: float
-    """Share of validation in a round with it."""
+    """Share of validation in the duration of a round with it."""
     serving: float
-    """Share of the server in a round."""
+    """Share of the server in the duration of a round."""
     plain: float
-    """Steps per second of the loop."""
+    """Steps per second of the plain loop."""
 
 
 class Clock(Callback):
-    """Times some rounds and then the plain loop, in turns.
+    """Times some rounds and then the plain loop, alternating.
 
     Args:
-        warm_up: rounds that are not timed: the first chooses the engine, and all of them trace what they see first.
-        rounds: rounds of a turn.
+        warm_up: rounds before timing starts: the first chooses the engine, and further ones may trace steps.
+        rounds: rounds per turn.
         loop: runs the plain loop in the given turn and returns its number of steps.
     """
 
@@ -51,7 +49,7 @@ class Clock(Callback):
         self.turns: list[Turn] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """End a turn where it is over, and begin the next."""
+        """End the current turn if it is complete, and start the next."""
         over = trainer.current_epoch - self.warm_up
         if over >= 0 and over % self.rounds == 0:
             if over > 0:
@@ -60,16 +58,16 @@ class Clock(Callback):
             self.validating = self.serving = 0.0
 
     def on_round_end(self, trainer: Trainer, pl_module: Any, messages: Any) -> None:
-        """Add what the server took of the round."""
+        """Add the server's time in the round."""
         if trainer.current_epoch >= self.warm_up:
             self.serving += pl_module.summary["time/server"]
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note when it began."""
+        """Start timing the validation."""
         self._paused = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Add what it took."""
+        """Add the duration of the validation."""
         if trainer.current_epoch >= self.warm_up:
             self.validating += time.perf_counter() - self._paused
 
@@ -93,7 +91,7 @@ class Clock(Callback):
 
 
 def steps_of(module: FederatedModule) -> int:
-    """Local steps that all clients have taken."""
+    """Return the number of local steps that all clients have taken."""
     return sum(module.snapshots[client].steps for client in module.snapshots)
 
 
@@ -104,33 +102,28 @@ def federated(
     repeats: int = 1,
     loop: Callable[[FederatedModule, int], int] | None = None,
 ) -> tuple[Clock, FederatedModule]:
-    """Rounds through ``Trainer.fit``, with the CSV logger."""
+    """Train through ``Trainer.fit`` with the CSV logger."""
     clock = Clock(workload.warm_up, workload.rounds, loop)
     method = seeded(lambda: workload.method(**options))
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(
+        quiet_trainer(
             max_epochs=workload.warm_up + repeats * workload.rounds,
             check_val_every_n_epoch=workload.validate_every,
-            accelerator="cpu",
             logger=CSVLogger(folder),
             callbacks=[clock],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
         ).fit(method, datamodule=data)
     return clock, method
 
 
 def measure(workload: Workload, repeats: int, **options: Any) -> dict[str, Any]:
-    """Ratios of the two speeds.
+    """Measure the ratios of the two speeds.
 
     Args:
-        workload: what to measure.
-        repeats: how often both take a turn.
+        workload: the workload.
+        repeats: number of turns.
         options: further options of the method, such as its engine and workers.
     """
-    with silent():
+    with silence(warned=False):
         data = workload.data()
         x = features(data.federation)
 
@@ -155,17 +148,3 @@ def measure(workload: Workload, repeats: int, **options: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """Keep Lightning's notes out of the result."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)

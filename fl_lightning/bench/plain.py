@@ -1,4 +1,4 @@
-"""Training as somebody would write it by hand: one client after the other, autograd and ``torch.optim.SGD``."""
+"""Training as a plain PyTorch loop: one client after the other, autograd and ``torch.optim.SGD``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fl_lightning.wire import State
 
 
 def batches(index: Tensor, epochs: int, size: int) -> Iterator[Tensor]:
-    """Shuffled minibatches of so many epochs."""
+    """Yield shuffled minibatches for ``epochs`` epochs."""
     for _ in range(epochs):
         yield from torch.split(index[torch.randperm(len(index))], size)
 
 
 def sgd(method: FederatedModule, federation: Federation, x: Tensor, cohort: Sequence[int]) -> int:
-    """FedAvg's local training; returns the number of steps."""
+    """Run FedAvg's local training; return the number of steps."""
     net, steps = copy.deepcopy(method.net), 0
     start, local = copy.deepcopy(net.state_dict()), method.local
     for client in cohort:
@@ -43,7 +43,7 @@ def sgd(method: FederatedModule, federation: Federation, x: Tensor, cohort: Sequ
 
 
 class _FactorizedMLP(nn.Module):
-    """W = Wa diag(r b) Wb with a relaxed Bernoulli b, one hidden layer, and the KL of the selection."""
+    """W = Wa diag(r b) Wb with a relaxed Bernoulli b, one hidden layer, and the KL divergence of the selection."""
 
     def __init__(self, method: WAFFLe) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _FactorizedMLP(nn.Module):
 
 
 def waffle(method: WAFFLe, federation: Federation, x: Tensor, cohort: Sequence[int]) -> int:
-    """WAFFLe's local training of a perceptron: the selection for an epoch, then the factors."""
+    """Run WAFFLe's local training of a perceptron: epochs of the selection, then of the factors."""
     net, local, steps = _FactorizedMLP(method), method.local, 0
     start = copy.deepcopy(net.state_dict())
     for client in cohort:
@@ -94,7 +94,7 @@ def waffle(method: WAFFLe, federation: Federation, x: Tensor, cohort: Sequence[i
 
 
 def moves(method: FederatedModule, federation: Federation, jobs: Sequence[Job]) -> int:
-    """Any method's local training, client after client and minibatch after minibatch, with autograd."""
+    """Run any method's local training with autograd, one client and one minibatch at a time."""
     steps = 0
     for job in jobs:
         schedule = ClientSchedule.of(method, federation, job.client, 0)

@@ -1,4 +1,4 @@
-"""The workloads of ``fl-lightning bench``: what the library is measured on, and the plain loop beside it."""
+"""The workloads of ``fl-lightning bench``, each with its plain loop."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fl_lightning.methods import FedAvg, WAFFLe
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import MLP, CNNFashion, LeNet5, ResNet18
 
-#: ``loop(method, federation, inputs, cohort)`` trains a cohort by hand and returns the number of steps.
+#: ``loop(method, federation, inputs, cohort)`` trains a cohort with plain PyTorch and returns the number of steps.
 Loop = Callable[[Any, Federation, Tensor, Sequence[int]], int]
 
 
 class Workload(NamedTuple):
-    """A workload that is measured.
+    """A workload of the benchmark.
 
     Args:
-        data: makes the federation.
-        method: makes the method, given further options.
+        data: builds the federation.
+        method: builds the method, given further options.
         loop: the plain loop.
         rounds: rounds timed in each repeat.
         warm_up: rounds before these, in which engines are chosen and steps are traced.
-        validate_every: rounds from one validation to the next.
+        validate_every: interval between validations in rounds.
     """
 
     data: Callable[[], TensorFederation]
@@ -68,19 +68,19 @@ WORKLOADS = {
 
 
 def own_loop(method: FederatedModule, federation: Federation, x: Tensor, cohort: Sequence[int]) -> int:
-    """The plain loop of any method: its own moves with autograd, client after client."""
+    """Run the plain loop of any method: its own moves with autograd, one client after the other."""
     mes = [method.simulation.me(client, method.setting()) for client in cohort]
     jobs = [Job(me.client, method.enter(method.message_down(me.client), me)) for me in mes]
     return plain.moves(method, federation, jobs)
 
 
 def of_method(make: Callable[..., FederatedModule], shape: tuple[int, ...] = (1, 28, 28)) -> Workload:
-    """The workload of one method: its perceptron on ten of a hundred clients."""
+    """Return the workload of one method: a perceptron on ten of a hundred clients."""
     return Workload(lambda: images(shape), make, own_loop, warm_up=4)
 
 
 def seeded(make: Callable[[], Any]) -> Any:
-    """Make a net by ``make``, with the same weights every time."""
+    """Build a net with the same weights every time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make()

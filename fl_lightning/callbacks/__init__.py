@@ -10,14 +10,17 @@ from fl_lightning.callbacks.dashboard import Dashboard
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.callbacks.factors import FactorsCallback
 from fl_lightning.callbacks.fairness import FairnessCallback
+from fl_lightning.callbacks.imprint import ImprintCallback
 from fl_lightning.callbacks.inferred import InferredDistributionCallback
 from fl_lightning.callbacks.inversion import ModelInversionCallback
 from fl_lightning.callbacks.leakage import GradientLeakageCallback
 from fl_lightning.callbacks.ledger import LedgerCallback
 from fl_lightning.callbacks.membership import MembershipInferenceCallback
+from fl_lightning.callbacks.participation import ClientMembershipCallback
 from fl_lightning.callbacks.poisoning import BackdoorCallback, LabelFlipCallback, UpdatePoisoningCallback
 from fl_lightning.callbacks.predictions import PredictionWriter
 from fl_lightning.callbacks.private_sgd import PrivateSGDCallback
+from fl_lightning.callbacks.properties import PropertyInferenceCallback
 from fl_lightning.callbacks.record import RunRecord
 from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.progress import (
@@ -32,6 +35,7 @@ __all__ = [
     "AgentWeightsCallback",
     "BackdoorCallback",
     "ClassifierAttackCallback",
+    "ClientMembershipCallback",
     "ClustersCallback",
     "Dashboard",
     "DifferentialPrivacyCallback",
@@ -42,6 +46,7 @@ __all__ = [
     "FederatedRichProgressBar",
     "FederatedTQDMProgressBar",
     "GradientLeakageCallback",
+    "ImprintCallback",
     "InferredDistributionCallback",
     "LabelFlipCallback",
     "LedgerCallback",
@@ -50,6 +55,7 @@ __all__ = [
     "ParameterBiasCallback",
     "PredictionWriter",
     "PrivateSGDCallback",
+    "PropertyInferenceCallback",
     "RoundProgress",
     "RunRecord",
     "SecureAggregationCallback",

@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from fl_lightning import loggers
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import Message
@@ -114,10 +114,9 @@ class AgentWeightsCallback(NamedArguments, Callback):
             picture(module.weight_history(), module.agents).savefig(Path(folder) / "agent_weights.png", dpi=110)
 
     def _show(self, trainer: Trainer, module: Any) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                shown = picture(module.weight_history(), module.agents)
-                logger.experiment.add_figure("agents/weights", shown, trainer.current_epoch)
+        if trainer.loggers and trainer.is_global_zero:
+            shown = picture(module.weight_history(), module.agents)
+            loggers.show(trainer, "agents/weights", shown, trainer.current_epoch, files=False)
 
 
 def picture(weights: Tensor, agents: list[int]) -> Any:

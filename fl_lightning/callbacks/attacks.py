@@ -22,7 +22,7 @@ from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.figures import show_figure
-from fl_lightning.privacy.report import Report
+from fl_lightning.privacy.report import BASELINE, Report
 from fl_lightning.privacy.views import VIEWS, make_views
 from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, intercept
 from fl_lightning.snapshots import SnapshotStore
@@ -64,6 +64,9 @@ class AttackCallback(Several, FederatedCallback):
     pick: ClassVar[str | None] = None
     #: It looks at what only clients see, and is refused where these are real.
     simulations_only: ClassVar[bool] = True
+    #: The views that it is defined for, and why not for others.
+    allowed: ClassVar[Sequence[str]] = tuple(VIEWS)
+    reason: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -78,6 +81,12 @@ class AttackCallback(Several, FederatedCallback):
             if value is not None and value < 1:
                 raise FederationError(f"{name} must be 1 or more, not {value}.")
         self.views = make_views(views)
+        for view in views:
+            if view not in self.allowed:
+                raise FederationError(
+                    f"The {self.attack} attack has no view {view}, as {self.reason}: choose among "
+                    f"{', '.join(self.allowed)}."
+                )
         self.clients, self.every, self.memory, self.group, self.folder = clients, every, memory, group, folder
         #: What the attacks came to, by number of rounds.
         self.reports: dict[int, Report] = {}
@@ -122,7 +131,7 @@ class AttackCallback(Several, FederatedCallback):
             )
         callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._hidden = any(isinstance(one, FederatedCallback) and one.hides_messages for one in callbacks)
-        if self._hidden and not self.sums:
+        if self._hidden and not self.sums and "sums" in self.allowed:
             self.views += make_views(["sums"])
         self.wire = Wire(self.clients, self.memory)
         if stage == "fit":
@@ -150,24 +159,24 @@ class AttackCallback(Several, FederatedCallback):
         """Keep the mean, for views that live on it."""
         if self.sums:
             apart = [*self.wire.sent] if any(view.name == "colluding" for view in self.views) else []
-            self.wire.note_mean(messages, _federated(pl_module).weighting, apart)
+            self.wire.note_mean(messages, federated(pl_module).weighting, apart)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """Attack, if it is time."""
         if self.every is not None and (trainer.current_epoch + 1) % self.every == 0:
-            self._carry_out(trainer, pl_module, finished(_federated(pl_module), self.wire))
+            self._carry_out(trainer, pl_module, finished(federated(pl_module), self.wire))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack after the last round."""
-        self._carry_out(trainer, pl_module, finished(_federated(pl_module), self.wire))
+        self._carry_out(trainer, pl_module, finished(federated(pl_module), self.wire))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack unless that is done: a run that stopped in its attack has no training left to end when resumed."""
-        self._carry_out(trainer, pl_module, finished(_federated(pl_module), self.wire))
+        self._carry_out(trainer, pl_module, finished(federated(pl_module), self.wire))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack a trained method, as a checkpoint left it."""
-        module = _federated(pl_module)
+        module = federated(pl_module)
         stream = seeding.stream(module.seed, "attack.clients")
         chosen = sorted(stream.permutation(module.federation.num_clients)[: self.clients].tolist())
         self.reports.pop(module.completed_rounds, None)  # of another run, or of this one's messages in its fit
@@ -175,7 +184,7 @@ class AttackCallback(Several, FederatedCallback):
         if self.sums:
             drawn = module.cohort(module.completed_rounds)
             others = [client for client in drawn if client not in chosen][: max(1, len(drawn) - len(chosen))]
-        run = intercept(module, chosen, _protection(trainer, pl_module), others, self._hidden)
+        run = intercept(module, chosen, protection(trainer, pl_module), others, self._hidden)
         self._carry_out(trainer, pl_module, run)
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,8 +204,8 @@ class AttackCallback(Several, FederatedCallback):
 
         A module that was trained before and has no rounds now begins a run of its own.
         """
-        if self._trained and not _federated(pl_module).completed_rounds:
-            self._begin(_federated(pl_module))
+        if self._trained and not federated(pl_module).completed_rounds:
+            self._begin(federated(pl_module))
         for client, exchanged in self._heard.items():
             for messages in exchanged:
                 down, up = ({name: value.to(pl_module.device) for name, value in one.items()} for one in messages)
@@ -215,7 +224,7 @@ class AttackCallback(Several, FederatedCallback):
         ``<name>_<score>`` is the outsider's plain attack, with the first assumption and the first variant, as papers
         have it; ``<name>_<score>/<view>`` the highest that any attack of a view reaches, and
         ``<name>_<score>/<view>/<assumption>`` with one assumption; ``<name>_<score>/strongest`` that of all views but
-        the insider's, who is no adversary.
+        the insider's, who is no adversary; ``<name>_<score>/baseline/<which>`` that of a baseline.
         """
         report = self.report
         if report is None:
@@ -226,10 +235,12 @@ class AttackCallback(Several, FederatedCallback):
             outside = ["/strongest"] if view != "insider" else []
             for where in (f"/{view}", f"/{view}/{way['assumption']}", *outside):
                 ways.setdefault(where, []).append(way)
+        scores = {where: report.best(chosen) for where, chosen in ways.items()}
+        scores |= {f"/{BASELINE}/{which}": known for which, known in report.floors().items()}
         return {
             f"{self.metric_prefix}_{name}{where}": value if name in ("psnr", "ssim") else 100 * value
-            for where, chosen in ways.items()
-            for name, value in report.best(chosen).items()
+            for where, found in scores.items()
+            for name, value in found.items()
             if isinstance(value, float) and not math.isnan(value)
         }
 
@@ -237,7 +248,7 @@ class AttackCallback(Several, FederatedCallback):
         rounds = module.completed_rounds
         if trainer.fast_dev_run or rounds in self.reports or not run.clients:  # type: ignore[attr-defined]
             return
-        run.watch, run.protect = self.watch, _protection(trainer, module)
+        run.watch, run.protect = self.watch, protection(trainer, module)
         self.pictures = {}
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*many workers.*|.*number of training batches.*|.*treespec.*")
@@ -275,7 +286,7 @@ def _without_clients(module: FederatedModule) -> FederatedModule:
     return twin
 
 
-def _protection(trainer: Trainer, module: LightningModule) -> Protection:
+def protection(trainer: Trainer, module: LightningModule) -> Protection:
     """Apply the run's defences to messages that are requested after training."""
     defences = [c for c in trainer.callbacks if isinstance(c, DifferentialPrivacyCallback)]  # type: ignore[attr-defined]
 
@@ -287,6 +298,7 @@ def _protection(trainer: Trainer, module: LightningModule) -> Protection:
     return protect
 
 
-def _federated(module: LightningModule) -> FederatedModule:
+def federated(module: LightningModule) -> FederatedModule:
+    """The module, which setup has found to be federated."""
     assert isinstance(module, FederatedModule)
     return module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from fl_lightning.privacy import scores
 from fl_lightning.privacy.figures import images_figure, roc_figure, show_figure
 from fl_lightning.privacy.gradients import Matching, in_range, labels_of_head, model_loss, rank_one
 from fl_lightning.privacy.inference import answers_of
+from fl_lightning.quiet import quiet_trainer, silence
 
 #: Inputs and labels.
 Samples = tuple[Tensor, Tensor]
@@ -142,21 +142,9 @@ class ClassifierAttackCallback(Several):
         assert self.make is not None
         module = self.make()
         torch.manual_seed(int(seeding.stream(self.seed, "attack.shadow", client=number).integers(2**31)))
-        log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            Trainer(
-                max_epochs=self.epochs,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                accelerator="cpu",
-                devices=1,
-            ).fit(module, DataLoader(TensorDataset(self.x[inside], self.y[inside]), self.batch_size, shuffle=True))
-        finally:
-            log.setLevel(level)
+        rows = DataLoader(TensorDataset(self.x[inside], self.y[inside]), self.batch_size, shuffle=True)
+        with silence():
+            quiet_trainer(max_epochs=self.epochs, devices=1).fit(module, rows)
         return module.eval()
 
     def _leakage(self, trainer: Trainer, module: LightningModule, matching: Matching) -> dict[str, float]:

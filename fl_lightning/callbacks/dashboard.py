@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from torch import Tensor
 
-from fl_lightning import pictures, seeding
+from fl_lightning import loggers, pictures, seeding
 from fl_lightning.arguments import NamedArguments
-from fl_lightning.callbacks.pages import charts
+from fl_lightning.callbacks.pages import Chart, charts, in_unit, unit
 from fl_lightning.callbacks.record import ClientHistory, settings_of
 from fl_lightning.errors import FederationError
+from fl_lightning.measure import Measure
 from fl_lightning.metrics.fairness import scored
 from fl_lightning.module import FederatedModule
 from fl_lightning.wire import Message, State
@@ -41,6 +40,8 @@ class Dashboard(NamedArguments, Callback):
 
     - **Custom scalars**: the pages Scores, Fairness, Privacy, Communication and Method, with charts of whatever the
       callbacks that are on have logged; a page that nothing was logged for is not there.
+    - Shares are there in percent and bytes in MB (``percent/val/acc``, ``MB/comm/up_bytes``); what was logged stays as
+      it is, for monitors, records and other loggers.
     - **Histograms** over clients: score, training loss, norm of the update.
     - **Images**: the partition, every client's score by round, a t-SNE map of the clients by their last updates, and
       the pictures of every callback that has a method ``dashboard_figures(trainer, module)`` which returns figures by
@@ -68,6 +69,8 @@ class Dashboard(NamedArguments, Callback):
         self.sketches: dict[int, Tensor] = {}
         self._layout: dict[str, Any] = {}
         self._session = False
+        self._validated: set[str] = set()
+        self._written: set[str] = set()
 
     # ---- what is collected ----------------------------------------------------------------------------------
 
@@ -77,19 +80,20 @@ class Dashboard(NamedArguments, Callback):
             raise FederationError(f"Dashboard needs a federated method, not {type(pl_module).__name__}.")
         if stage == "fit" and not trainer.current_epoch:  # a run that is resumed gets its own back
             self.history, self.sketches = ClientHistory(), {}
-        for logger in _loggers(trainer):
+        for logger in loggers.tensorboards(trainer):
             logger._default_hp_metric = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the partition."""
-        self._layout, self._session = {}, False
+        self._layout, self._session, self._validated, self._written = {}, False, set(), set()
         draw = getattr(trainer.datamodule, "picture", None)  # type: ignore[attr-defined]
         if callable(draw) and trainer.loggers:
             with pictures.for_tiles():
                 self._show(trainer, {"partition": draw()})
-        for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger):
-                logger.log_hyperparams(settings_of(trainer, pl_module))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell loggers the settings, after Lightning has told them the module's arguments."""
+        loggers.note_settings(trainer, settings_of(trainer, pl_module))
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
         """Note how far and in which direction every client wants to go."""
@@ -125,12 +129,24 @@ class Dashboard(NamedArguments, Callback):
             for name, value in zip(("low", "median", "high"), known.quantile(marks), strict=True):
                 _log(pl_module, f"{module.federation.validated}/{headline}_{name}", value)
             if self.histograms:
-                self._histogram(trainer, f"clients/{headline}", known)
+                share = module.task.measure.share
+                name = f"percent/clients/{headline}" if share else f"clients/{headline}"
+                self._histogram(trainer, name, module.task.measure.scale * known)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what the validation logged in percent, too."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        numbers = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"]
+        self._validated |= set(numbers)
+        self._write(trainer, pl_module, numbers, loggers.step_of(trainer))
 
     # ---- what is shown --------------------------------------------------------------------------------------
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay the pages out, as soon as it is known what is logged, and again when something new is."""
+        numbers = {name: value for name, value in trainer.callback_metrics.items() if name not in self._validated}
+        self._write(trainer, pl_module, numbers, loggers.step_of(trainer) - 1)
         self._lay_out(trainer, pl_module)
         self._note_settings(trainer, pl_module)
         if self.images_every and (trainer.current_epoch + 1) % self.images_every == 0:
@@ -140,10 +156,12 @@ class Dashboard(NamedArguments, Callback):
         """Show the last pictures, and close the table's row."""
         from torch.utils.tensorboard.summary import hparams
 
+        numbers = {name: value for name, value in trainer.callback_metrics.items() if name not in self._written}
+        self._write(trainer, pl_module, numbers, loggers.step_of(trainer))
         self._lay_out(trainer, pl_module)
         self._show(trainer, self.figures(trainer, pl_module))
         if self._session:
-            for logger in _loggers(trainer):
+            for logger in loggers.tensorboards(trainer):
                 logger.experiment.file_writer.add_summary(hparams({}, {})[2])  # type: ignore[no-untyped-call]
                 logger.experiment.flush()
 
@@ -180,14 +198,24 @@ class Dashboard(NamedArguments, Callback):
         names = [str(client) for client in clients] if len(clients) <= NAMED else ()
         return pictures.scatter(points, labels, "t-SNE of the clients' last updates", names)
 
+    def _write(self, trainer: Trainer, module: Any, numbers: Mapping[str, Tensor], step: int) -> None:
+        """Write numbers in the units that they are shown in, to TensorBoard alone: monitors go by what was logged."""
+        for name, value in numbers.items():
+            tag, factor = in_unit(name, module.task.measure)
+            self._written.add(name)
+            if tag != name:
+                for logger in loggers.tensorboards(trainer):
+                    logger.experiment.add_scalar(tag, factor * float(value), step)
+
     def _lay_out(self, trainer: Trainer, module: Any) -> None:
+        measure = module.task.measure
         layout: dict[str, Any] = {
-            page: {chart.title: ["Margin" if chart.band else "Multiline", list(chart.tags)] for chart in shown}
-            for page, shown in charts(trainer.callback_metrics, module.task.headline).items()
+            page: dict(_entry(chart, measure) for chart in shown)
+            for page, shown in charts(trainer.callback_metrics, measure.name).items()
         }
         if layout != self._layout and layout:
             self._layout = layout
-            for logger in _loggers(trainer):
+            for logger in loggers.tensorboards(trainer):
                 logger.experiment.add_custom_scalars(layout)
 
     def _note_settings(self, trainer: Trainer, module: Any) -> None:
@@ -196,25 +224,25 @@ class Dashboard(NamedArguments, Callback):
 
         split = module.federation.validated
         names = [f"{split}/{name.replace('acc', module.task.headline)}" for name in METRICS]
-        metrics = {name: 0.0 for name in names if name in trainer.callback_metrics}
+        shown = {name: in_unit(name, module.task.measure)[0] for name in names if name in trainer.callback_metrics}
+        metrics = dict.fromkeys(shown.values(), 0.0)
         if self._session or not metrics:
             return
         self._session = True
         experiment, start, _ = hparams(columns(settings_of(trainer, module)), metrics)  # type: ignore[no-untyped-call]
-        for logger in _loggers(trainer):
+        for logger in loggers.tensorboards(trainer):
             for summary in (experiment, start):
                 logger.experiment.file_writer.add_summary(summary)
 
     def _show(self, trainer: Trainer, figures: Mapping[str, Figure]) -> None:
         for name, figure in figures.items():
-            for logger in trainer.loggers:
-                _show(logger, name, figure, _step(trainer))
+            loggers.show(trainer, name, figure, loggers.step_of(trainer))
 
     def _histogram(self, trainer: Trainer, name: str, values: Tensor) -> None:
         finite = values[values.isfinite()]
-        for logger in _loggers(trainer):
+        for logger in loggers.tensorboards(trainer):
             if len(finite):
-                logger.experiment.add_histogram(name, finite, _step(trainer))
+                logger.experiment.add_histogram(name, finite, loggers.step_of(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Clients by round, and their last updates."""
@@ -235,10 +263,22 @@ def columns(settings: Mapping[str, Any]) -> dict[str, Any]:
         >>> columns({"method": "FedProx", "lr": 0.1, "mu": 0.5, "momentum": 0.0})["other"]
         'mu=0.5'
     """
-    common = {name.capitalize(): settings.get(name) for name in FIRST} | {name: settings.get(name) for name in COMMON}
+    common = (
+        {name.capitalize(): settings.get(name) for name in FIRST}
+        | {"Seed": str(settings.get("seed", ""))}
+        | {name: settings.get(name) for name in COMMON}
+    )
     rest = {k: v for k, v in settings.items() if k not in (*FIRST, *COMMON) and v not in (None, 0.0, False)}
     texts = (f"{k}={v}" for k, v in rest.items())
     return {k: "" if v is None else v for k, v in common.items()} | {"other": " ".join(texts)}
+
+
+def _entry(chart: Chart, measure: Measure) -> tuple[str, list[Any]]:
+    """A chart as TensorBoard lays it out: its title with the unit, and where its lines are in that unit."""
+    label = unit(chart.tags[0].rstrip("$"), measure)[0]
+    tags = [in_unit(tag, measure)[0] if tag[-1:] != "$" else f"{in_unit(tag[:-1], measure)[0]}$" for tag in chart.tags]
+    title = f"{chart.title} ({label})" if label else chart.title
+    return title, ["Margin" if chart.band else "Multiline", tags]
 
 
 def clients_map(points: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -285,30 +325,6 @@ def _sketched(updates: Mapping[int, Tensor], seed: int) -> dict[int, Tensor]:
         place, sign = buckets[size]
         found[client] = torch.zeros(SKETCH, dtype=update.dtype).index_add_(0, place, sign * update)
     return found
-
-
-def _show(logger: Any, name: str, figure: Figure, step: int) -> None:
-    """Give a picture to a logger, in the way that it takes pictures, else as a file in its folder."""
-    if isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_image(name, pictures.pixels(figure), step, dataformats="HWC")
-    elif hasattr(logger, "log_image"):  # Weights & Biases and those that do as it does
-        logger.log_image(key=name, images=[pictures.pixels(figure)], step=step)
-    elif isinstance(logger, MLFlowLogger):
-        logger.experiment.log_figure(logger.run_id, figure, f"pictures/{name}-{step}.png")
-    elif (folder := logger.log_dir or logger.save_dir) is not None:
-        path = Path(folder) / "pictures" / f"{name}-{step}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-
-
-def _loggers(trainer: Trainer) -> list[Any]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-
-
-def _step(trainer: Trainer) -> int:
-    """Where Lightning logs a round's scalars."""
-    steps: int = trainer.fit_loop.epoch_loop._batches_that_stepped
-    return steps
 
 
 def _log(module: LightningModule, name: str, value: float | Tensor) -> None:

@@ -6,11 +6,11 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
+from fl_lightning.loggers import tensorboards
 from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message
 
@@ -101,10 +101,9 @@ class FactorsCallback(NamedArguments, Callback):
         _log(module, f"factors/{layer}/active", numbers.mean())
         _log(module, f"factors/{layer}/distance", pairwise_distance(choices))
         _log(module, f"factors/{layer}/used", (reuse > 0).double().mean())
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_histogram(f"factors/{layer}/reuse", reuse, trainer.current_epoch)
-                logger.experiment.add_histogram(f"factors/{layer}/active_clients", numbers, trainer.current_epoch)
+        for logger in tensorboards(trainer):
+            logger.experiment.add_histogram(f"factors/{layer}/reuse", reuse, trainer.current_epoch)
+            logger.experiment.add_histogram(f"factors/{layer}/active_clients", numbers, trainer.current_epoch)
 
 
 def _log(module: LightningModule, name: str, value: float | Tensor) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.callbacks.base import Several
+from fl_lightning.callbacks.pages import in_unit
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Split
+from fl_lightning.loggers import step_of, tensorboards
 from fl_lightning.metrics import ACCURACY, Measure, fairness_summary, group_means
 from fl_lightning.metrics.fairness import corrected_variance, corrected_worst_decile, fairness_intervals, scored
 from fl_lightning.module import FederatedModule
@@ -44,9 +45,9 @@ class FairnessCallback(Several):
     squared), ``variance_corrected`` and ``worst10_corrected`` (less what few samples alone make of clients that are
     equal), ``jain``, ``entropy``, and where clients form groups ``gap`` and the groups' mean accuracies,
     ``acc_majority`` and ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger
-    ``acc_clients`` is the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training alone, and
-    ``local_worse``, the share of clients that had better stayed alone. Clients that were not evaluated, as with
-    ``limit_val_batches``, are left out.
+    ``percent/val/acc_clients`` is the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training
+    alone, and ``local_worse``, the share of clients that had better stayed alone. Clients that were not evaluated, as
+    with ``limit_val_batches``, are left out.
 
     A task with another headline metric has that instead of accuracy, such as ``rmse_majority``. Gap and gain are
     greater than 0 where the majority, or the federation, fares better, also where less is better; the variance of a
@@ -143,10 +144,10 @@ class FairnessCallback(Several):
             logs |= {f"{name_of}_{name}": mean for name, mean in zip(self._names, means, strict=True)}
         for name, value in logs.items():
             module.log(f"{split}/{name}", value, on_step=False, on_epoch=True, batch_size=1)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and len(known := scored(accuracies)):
-                step = trainer.fit_loop.epoch_loop._batches_that_stepped  # where Lightning logs the scalars
-                logger.experiment.add_histogram(f"{split}/{name_of}_clients", known, step)
+        name, factor = in_unit(f"{split}/{name_of}_clients", self._measure)
+        for logger in tensorboards(trainer):
+            if len(known := scored(accuracies)):
+                logger.experiment.add_histogram(name, factor * known, step_of(trainer))
 
     def _accuracies(self, trainer: Trainer, module: Any, split: Split) -> Tensor:
         """Every client's score in the evaluation under way."""

@@ -133,7 +133,10 @@ class ModelInversionCallback(AttackCallback):
         data = attack_data(federation, [], module.seed, shadow_clients=clients)
         size = int(federation.train.sizes.median())
         dealt = deal_shadows(data.pool, 1, clients, size, module.seed)
-        shadow, *_ = train_shadows(self._initial, federation, dealt, module.completed_rounds, trainer, self.memory)
+        share = getattr(module.datamodule, "fraction", 1.0)
+        shadow, *_ = train_shadows(
+            self._initial, federation, dealt, module.completed_rounds, trainer, self.memory, share
+        )
         some = Wire(memory=self.memory)
         for client in shadow.run.clients[:TUNED]:
             for received, sent in shadow.run.wire.exchanged(client):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fl_lightning.measure import ACCURACY, Measure
+from fl_lightning.measure import ACCURACY, SPELT, Measure
 
 #: The pages, in the order of the tabs, and what the names of their numbers begin with; the last takes the rest.
 PAGES: dict[str, re.Pattern[str]] = {
@@ -22,6 +22,10 @@ PAGES: dict[str, re.Pattern[str]] = {
     "Communication": re.compile(r"(comm|clients|ledger|speed|time)/"),
     "Method": re.compile(r""),
 }
+#: Groups of the numbers that TensorBoard has twice: as they were logged, and in the unit that is shown.
+GROUPS = {"%": "percent", "MB": "MB"}
+#: Endings of shares among the numbers of attacks and methods.
+_SHARES = re.compile(r"^personal/|(accuracy|attack_acc|tpr_at_\d+|used|moved)(_low|_high)?$")
 #: Numbers that Lightning adds and nobody wants a chart of.
 _HIDDEN = re.compile(r"epoch$|hp_metric$|lr-")
 
@@ -40,20 +44,22 @@ _WORDS = {
     "train/loss": "training loss",
     "gap": "gap between majority and minority",
     "variance": "variance over clients",
+    "variance_corrected": "variance, corrected for few samples",
+    "worst10_corrected": "worst tenth, corrected for few samples",
     "jain": "Jain index",
     "entropy": "entropy",
     "local_gap": "better than training alone by",
     "local_worse": "clients worse off than alone",
-    "comm/up_bytes": "up, in a round",
-    "comm/down_bytes": "down, in a round",
-    "comm/up_total": "up, so far",
-    "comm/down_total": "down, so far",
+    "comm/up_bytes": "sent up, in a round",
+    "comm/down_bytes": "sent down, in a round",
+    "comm/up_total": "sent up, so far",
+    "comm/down_total": "sent down, so far",
     "clients/trained": "clients that trained",
     "clients/left_out": "clients left out",
     "time/clients": "time at the clients",
     "time/server": "time at the server",
 }
-_SPELT = {"auroc": "AUROC", "tpr": "TPR", "fpr": "FPR", "psnr": "PSNR", "ssim": "SSIM", "kl": "KL", "acc": "accuracy"}
+_SPELT = SPELT | {"tpr": "TPR", "fpr": "FPR", "psnr": "PSNR", "ssim": "SSIM", "kl": "KL"}
 
 
 class Chart(NamedTuple):
@@ -73,15 +79,17 @@ KNOWN = (
     Chart("mean over clients", (r"val/acc$", r"val/global_acc$")),
     Chart("worst tenth of the clients", (r"val/acc_worst10$",)),
     Chart("majority and minority", (r"val/acc_majority$", r"val/acc_minority$")),
-    Chart("clients: median, 10 % to 90 %", ("val/acc_median", "val/acc_low", "val/acc_high"), band=True),
+    Chart("clients: median, first to ninth decile", ("val/acc_median", "val/acc_low", "val/acc_high"), band=True),
     Chart("standard deviation over clients", (r"val/acc_std$",)),
     Chart("loss", (r"train/loss$", r"val/loss$")),
     Chart("gap between majority and minority", (r"val/gap$",)),
     Chart("variance over clients", (r"val/variance$",)),
+    Chart("variance, corrected for few samples", (r"val/variance_corrected$",)),
+    Chart("worst tenth, corrected for few samples", (r"val/worst10_corrected$",)),
     Chart("evenness: Jain index and entropy", (r"val/jain$", r"val/entropy$")),
     Chart("against training alone", (r"val/local_gap$", r"val/local_worse$")),
-    Chart("bytes up and down in a round", (r"comm/up_bytes$", r"comm/down_bytes$")),
-    Chart("bytes up and down so far", (r"comm/up_total$", r"comm/down_total$")),
+    Chart("sent up and down in a round", (r"comm/up_bytes$", r"comm/down_bytes$")),
+    Chart("sent up and down so far", (r"comm/up_total$", r"comm/down_total$")),
     Chart("clients trained and left out", (r"clients/trained$", r"clients/left_out$")),
 )
 
@@ -137,7 +145,8 @@ def _chart(tag: str) -> Chart:
         return Chart(title, (f"{stem}[0-9]+$",))
     if middle:
         return Chart(f"{first}: {last}", (f"{first}/.*/{last}$",))
-    return Chart(f"{first}: {last}" if "/" in tag else tag, (f"{tag}$",))
+    spelt = words(tag) if first in ("val", "test") or tag in _WORDS else f"{first}: {last}"
+    return Chart(spelt if "/" in tag else tag, (f"{tag}$",))
 
 
 def words(tag: str, measure: Measure = ACCURACY) -> str:
@@ -148,8 +157,8 @@ def words(tag: str, measure: Measure = ACCURACY) -> str:
         measure: the metric that counts.
 
     Example:
-        >>> words("val/acc_worst10"), words("comm/up_bytes"), words("membership/outsider/tpr_at_1")
-        ('worst tenth of the clients', 'up, in a round', 'membership, outsider, TPR at 1')
+        >>> words("val/acc_worst10"), words("val/mae_std"), words("membership/outsider/tpr_at_1")
+        ('worst tenth of the clients', 'MAE, standard deviation over clients', 'membership, outsider, TPR at 1')
     """
     split, _, name = tag.partition("/")
     if tag in _WORDS:
@@ -164,8 +173,24 @@ def words(tag: str, measure: Measure = ACCURACY) -> str:
             return "loss on held-out samples" if split == "val" else "loss on test samples"
         if name in _WORDS:
             return _WORDS[name]
+        other, _, ending = name.rpartition("_")
+        if other and f"_{ending}" in _OVER_CLIENTS:
+            return f"{_SPELT.get(other, other)}, {_OVER_CLIENTS[f'_{ending}'][0]}"
         tag = name
     return ", ".join(" ".join(_SPELT.get(word, word) for word in part.split("_")) for part in tag.split("/"))
+
+
+def in_unit(tag: str, measure: Measure = ACCURACY) -> tuple[str, float]:
+    """Where TensorBoard has a logged number in the unit that it is shown in, and the factor that brings it there.
+
+    A name that needs no other unit is returned as it is.
+
+    Example:
+        >>> in_unit("val/acc"), in_unit("comm/up_bytes"), in_unit("val/jain")
+        (('percent/val/acc', 100.0), ('MB/comm/up_bytes', 1e-06), ('val/jain', 1.0))
+    """
+    label, factor = unit(tag, measure)
+    return (tag, 1.0) if factor == 1 else (f"{GROUPS[label]}/{tag}", factor)
 
 
 def unit(tag: str, measure: Measure = ACCURACY) -> tuple[str, float]:
@@ -176,6 +201,8 @@ def unit(tag: str, measure: Measure = ACCURACY) -> tuple[str, float]:
         (('MB', 1e-06), ('%', 100.0), ('s', 1.0), ('', 1.0))
     """
     split, _, name = tag.partition("/")
+    if page_of(tag) in ("Privacy", "Method") and _SHARES.search(tag):
+        return "%", 100.0
     if name.endswith(("bytes", "_total")) and split in ("comm", "ledger"):
         return "MB", 1e-6
     if split == "time":
@@ -184,9 +211,9 @@ def unit(tag: str, measure: Measure = ACCURACY) -> tuple[str, float]:
         own = name.removeprefix("global_")
         ending = own.removeprefix(measure.name)
         of_clients = own == measure.name or (ending != own and ending.startswith("_"))
-        if of_clients or name in ("gap", "local_gap"):
+        if of_clients or name in ("gap", "local_gap", "worst10", "worst10_corrected"):
             return ("%" if measure.share else ""), measure.scale
-        if name == "variance" and measure.share:
+        if name in ("variance", "variance_corrected") and measure.share:
             return "%²", 1.0
         if name == "local_worse":
             return "%", 100.0

@@ -1,11 +1,13 @@
-"""Secure aggregation in a simulated run: the server gets sums and nothing of single clients."""
+"""Secure aggregation: the server gets sums and nothing of single clients."""
 
 from __future__ import annotations
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+import math
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+
+from fl_lightning import arguments
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
@@ -24,9 +26,27 @@ class SecureAggregationCallback(FederatedCallback):
     Attack callbacks of the run hear no message: the views ``outsider`` and ``server`` see nothing of a client, and the
     view ``sums`` is what is left. It stands behind all callbacks that change messages, such as
     :class:`~fl_lightning.callbacks.DifferentialPrivacyCallback`, in the Trainer's list.
+
+    In a deployed run sites put on the masks themselves, agree on keys by themselves, and send no message without
+    (:mod:`fl_lightning.remote.secure_site`); both sides need the callback with the same options. The mean is then the
+    simulation's, bit for bit.
+
+    Args:
+        threshold: share of a round's sites of which more have to stay to its end, 0.5 or more and below 1. As these are
+            more than half, no client can have both kinds of its shares told by different sites.
+        least: how many clients a sum must have at least.
     """
 
     hides_messages = True
+    #: It works at the clients.
+    guards = True
+
+    def __init__(self, threshold: float = 2 / 3, least: int = 2) -> None:
+        arguments.real("threshold", threshold)
+        if not 0.5 <= threshold < 1:
+            raise FederationError(f"threshold must be 0.5 or more and below 1, not {threshold}: 2/3 is usual.")
+        arguments.whole("least", least, 2)
+        self.threshold, self.least = threshold, least
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse methods and runs whose server needs single messages."""
@@ -34,25 +54,66 @@ class SecureAggregationCallback(FederatedCallback):
             raise FederationError(
                 f"SecureAggregationCallback needs a federated method, not {type(pl_module).__name__}."
             )
-        kind = type(pl_module).__name__
-        if not (pl_module.aggregates_by_mean and pl_module.aggregates_sums):
-            raise FederationError(
-                f"The server of {kind} needs more than the mean of its clients' messages: secure aggregation hides it."
-            )
-        if pl_module.aggregation is not None:
-            raise FederationError("A robust rule needs single messages, which secure aggregation hides: leave one out.")
+        self.install(pl_module)
         callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
         for later in callbacks[callbacks.index(self) + 1 :]:
             if isinstance(later, FederatedCallback) and later.changes_messages:
                 raise FederationError(
                     f"{type(later).__name__} changes messages: put it before SecureAggregationCallback in the list."
                 )
+        if not pl_module.exchange.simulated:
+            self._check_deployed(pl_module, callbacks)
+
+    def _check_deployed(self, module: FederatedModule, callbacks: list[object]) -> None:
+        """Refuse what would have to change single messages at a server that has none."""
+        if getattr(module.exchange, "secure", None) is not self:
+            raise FederationError(
+                "RemoteClients does not know of SecureAggregationCallback: pass it the Trainer's callbacks."
+            )
+        for one in callbacks:
+            if isinstance(one, FederatedCallback) and one.changes_messages and not getattr(one, "guards", False):
+                raise FederationError(
+                    f"{type(one).__name__} changes single messages at the server, which secure aggregation hides from "
+                    "it: let the clients do it (where='local'), or leave one of the two out."
+                )
+
+    def settings(self) -> dict[str, Any]:
+        """The options, which clients have to approve."""
+        return {"threshold": round(self.threshold, 6), "least": self.least}
+
+    def install(self, method: FederatedModule) -> None:
+        """Refuse a method whose server needs single messages."""
+        if not (method.aggregates_by_mean and method.aggregates_sums):
+            raise FederationError(
+                f"The server of {type(method).__name__} needs more than the mean of its clients' messages: secure "
+                "aggregation hides it."
+            )
+        if method.aggregation is not None:
+            raise FederationError("A robust rule needs single messages, which secure aggregation hides: leave one out.")
+
+    def protect(self, method: FederatedModule, received: State, message: Message) -> None:
+        """Leave the message as it is; the site puts the masks on when all other callbacks have changed it."""
+
+    def needed(self, clients: int) -> int:
+        """How many of so many clients have to stay to the end of a round.
+
+        Example:
+            >>> [SecureAggregationCallback().needed(clients) for clients in (2, 3, 4, 5, 10)]
+            [2, 3, 3, 4, 7]
+        """
+        return max(math.floor(self.threshold * clients + 1e-9) + 1, self.least)
+
+    def weight(self, method: FederatedModule, samples: int) -> float:
+        """Weight of a client with so many samples."""
+        return 1.0 if method.weighting == "uniform" else float(samples)
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Replace all messages by their mean, as the protocol gives it."""
+        """Replace all messages by their mean, as the protocol gives it; those of real sites are it already."""
         assert isinstance(pl_module, FederatedModule)
-        uniform = pl_module.weighting == "uniform"
-        mean = secure_mean(messages, [1.0 if uniform else float(message.samples) for message in messages])
+        if not pl_module.exchange.simulated:
+            return
+        secure.check_cohort(len(messages), self.least)
+        mean = secure_mean(messages, [self.weight(pl_module, message.samples) for message in messages])
         for message in messages:
             message.tensors = dict(mean)
 
@@ -64,21 +125,5 @@ def secure_mean(messages: list[Message], weights: list[float]) -> State:
         messages: at least two, all with the same names.
         weights: one for each, which its client knows; only their sum becomes known.
     """
-    first = messages[0].tensors
-    if not first:
-        return {}
-    rows = [
-        secure.encoded(torch.cat([w * _flat(m.tensors), torch.tensor([w], dtype=torch.float64)]), len(messages))
-        for m, w in zip(messages, weights, strict=True)
-    ]
-    total = secure.decoded(secure.summed(secure.masked(rows)))
-    parts = torch.split(total[:-1] / total[-1], [value.numel() for value in first.values()])
-    mean: State = {}
-    for (name, value), part in zip(first.items(), parts, strict=True):
-        found = part.view(value.shape) if value.is_floating_point() else part.view(value.shape).round()
-        mean[name] = found.to(value.device, value.dtype)
-    return mean
-
-
-def _flat(tensors: State) -> Tensor:
-    return torch.cat([value.flatten().double().cpu() for value in tensors.values()])
+    rows = [secure.row(m.tensors, weight, len(messages)) for m, weight in zip(messages, weights, strict=True)]
+    return secure.mean(secure.summed(secure.masked(rows)), messages[0].tensors)

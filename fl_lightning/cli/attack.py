@@ -1,52 +1,62 @@
-"""``fl-lightning attack``: carry out a privacy attack on a checkpoint and say under which threat model."""
+"""``fl-lightning attack``: run a privacy attack on a checkpoint and report its threat model."""
 
 from __future__ import annotations
 
 import inspect
-import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from fl_lightning.callbacks import (
+    ClientMembershipCallback,
     DifferentialPrivacyCallback,
     GradientLeakageCallback,
+    ImprintCallback,
     MembershipInferenceCallback,
     ModelInversionCallback,
+    PropertyInferenceCallback,
 )
 from fl_lightning.callbacks.attacks import AttackCallback
-from fl_lightning.cli.lightning import FederatedCLI, check_named, given
+from fl_lightning.cli.lightning import FederatedCLI, about, check_named, given
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.views import VIEWS
+from fl_lightning.quiet import quiet_trainer, silence
 from fl_lightning.view import View
 
 ATTACKS: dict[str, type[AttackCallback]] = {
-    kind.attack: kind for kind in (MembershipInferenceCallback, ModelInversionCallback, GradientLeakageCallback)
+    kind.attack: kind
+    for kind in (
+        MembershipInferenceCallback,
+        ModelInversionCallback,
+        GradientLeakageCallback,
+        ClientMembershipCallback,
+        PropertyInferenceCallback,
+        ImprintCallback,
+    )
 }
 
 
 class AttackCLI(FederatedCLI):
-    """Method and data as ``fit`` takes them, and the attack."""
+    """Method and data as in ``fit``, and the attack."""
 
     def __init__(self, args: list[str] | None) -> None:
-        super().__init__(args=args, run=False, save_config_callback=None)
+        names = {"prog": "fl-lightning attack", **about("attack")}
+        super().__init__(args=args, run=False, save_config_callback=None, parser_kwargs=names)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of the attack."""
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--ckpt_path", type=str | None, help="the checkpoint of the run that is attacked")
-        parser.add_argument("--weights_only", type=bool | None, help="how it is read, as in the configuration of a fit")
+        parser.add_argument("--ckpt_path", type=str | None, help="checkpoint of the attacked run")
+        parser.add_argument("--weights_only", type=bool | None, help="how to load the checkpoint, as in fit")
         parser.add_argument("--attack", type=Literal[tuple(ATTACKS)], default=next(iter(ATTACKS)), help="which attack")
         parser.add_argument(
             "--view",
             type=str,
             nargs="+",
-            help=f"the adversaries, of {', '.join(VIEWS)}; the usual ones of the attack unless given",
+            help=f"the adversaries, from {', '.join(VIEWS)}; default: the usual ones of the attack",
         )
         parser.add_argument("--options", type=dict[str, Any], default={}, help="settings of the attack's callback")
         parser.add_argument("--out", type=str, default="runs/attack", help="folder for the report")
@@ -58,7 +68,7 @@ def main(argv: list[str]) -> None:
     if cli.config["dry_run"]:
         raise FederationError("--dry_run is an option of fit, not of attack.")
     if cli.config["ckpt_path"] is None:
-        raise FederationError("Say which run is attacked: --ckpt_path runs/.../last.ckpt.")
+        raise FederationError("The attacked run is missing: add --ckpt_path runs/.../last.ckpt.")
     check_named(cli.config["ckpt_path"])
     options = dict(cli.config["options"] or {})
     if cli.config["view"]:
@@ -67,17 +77,11 @@ def main(argv: list[str]) -> None:
     callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
     attack.watch = _progress(attack.attack, bool(cli.config["quiet"]))
     defences = [callback for callback in callbacks if isinstance(callback, DifferentialPrivacyCallback)]
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
+    with silence(warned=False):
+        trainer = quiet_trainer(
             accelerator=cli.trainer.accelerator,
             devices=1,
             precision=cli.trainer.precision,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
             limit_test_batches=1,
             callbacks=[*defences, attack],
         )
@@ -90,7 +94,7 @@ def main(argv: list[str]) -> None:
 
 
 def _progress(name: str, quiet: bool) -> Callable[[int, int], None]:
-    """Shows how many targets an attack is through with; it begins with the first, when their number is known."""
+    """Progress over an attack's targets; starts with the first, when their number is known."""
     shown: list[View] = []
 
     def watch(done: int, total: int) -> None:
@@ -109,7 +113,7 @@ def make_attack(name: str, options: dict[str, Any]) -> AttackCallback:
     known = list(inspect.signature(kind).parameters)
     unknown = sorted(options.keys() - set(known))
     if unknown:
-        raise FederationError(f"The {name} attack has no option {unknown[0]!r}: it has {', '.join(known)}.")
+        raise FederationError(f"The {name} attack has no option {unknown[0]!r}; its options are {', '.join(known)}.")
     parser = FederatedArgumentParser()  # it knows the types
     parser.add_class_arguments(kind, skip={"views"})
     parser.parse_object({option: value for option, value in options.items() if option != "views"})

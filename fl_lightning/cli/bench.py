@@ -1,4 +1,4 @@
-"""``fl-lightning bench``: how fast this machine trains, as a ratio to a plain PyTorch loop."""
+"""``fl-lightning bench``: training speed of this machine relative to a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from fl_lightning.errors import FederationError
 def build_parser() -> FederatedArgumentParser:
     """The command's options."""
     parser = FederatedArgumentParser(
-        prog="fl-lightning bench", description="Client steps per second through Trainer.fit, against a plain loop."
+        prog="fl-lightning bench",
+        description="Measure client steps per second through Trainer.fit relative to a plain loop.",
     )
-    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="workloads")
-    parser.add_argument("--repeats", type=int, default=3, help="how often library and loop take a turn")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes of the library; the loop has one")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
-    parser.add_argument("--engine", default="auto", help="the engine")
+    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="workloads to run")
+    parser.add_argument("--repeats", type=int, default=3, help="alternations of library and loop")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes of the library; the loop uses one")
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
+    parser.add_argument("--engine", default="auto", help="engine of the library")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--output", help="write all figures to this JSON file")
     return parser

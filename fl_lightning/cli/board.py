@@ -1,4 +1,4 @@
-"""``fl-lightning board RUN...``: TensorBoard with runs named by what differs, opened where the charts are."""
+"""``fl-lightning board RUN...``: TensorBoard with runs named by what differs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def build_parser() -> FederatedArgumentParser:
         description="Start TensorBoard on finished or running fits. Runs are named by method and by the settings that "
         "differ, not by folder. A folder stands for all runs in it.",
     )
-    parser.add_argument("runs", nargs="+", type=str, help="folders that fits wrote their logs to")
-    parser.add_argument("--port", type=int, default=6006, help="port to serve at; 0 takes any that is free")
+    parser.add_argument("runs", nargs="+", type=str, help="log folders of fits")
+    parser.add_argument("--port", type=int, default=6006, help="port to listen on; 0 chooses a free one")
     parser.add_argument(
         "--host",
         type=str,
         default="127.0.0.1",
-        help="address to serve at; the default is reached from this machine alone",
+        help="address to listen on; the default is only reachable from this machine",
     )
     return parser
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="fl-lightning-board-") as folder:
         link(find(options.runs), Path(folder))
         address = launch(Path(folder), options.host, options.port)
-        print(f"{address}#custom_scalars   (Ctrl-C ends it)", flush=True)
+        print(f"{address}#custom_scalars   (stop with Ctrl-C)", flush=True)
         Event().wait()
 
 
@@ -61,7 +61,7 @@ def launch(folder: Path, host: str = "127.0.0.1", port: int = 0) -> str:
 
 
 def link(runs: Sequence[Run], folder: Path) -> list[str]:
-    """Make a link to every run under its name, and return the names; repetitions have their seeds, then numbers.
+    """Link every run under its name, and return the names; repetitions get their seeds, then numbers.
 
     Args:
         runs: with names by what differs.

@@ -15,7 +15,7 @@ from fl_lightning import __version__
 
 
 class Command(NamedTuple):
-    """Where a command lives and what it does."""
+    """Module, help text and examples of a command."""
 
     module: str
     help: str
@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "validate": Command(
         "fl_lightning.cli.lightning",
-        "evaluate every client after a run's last round",
+        "evaluate every client on its validation samples",
         ("fl-lightning validate --config quickstart --ckpt_path runs/quickstart/version_0/checkpoints/last.ckpt",),
     ),
     "test": Command(
@@ -45,27 +45,27 @@ COMMANDS = {
     ),
     "predict": Command(
         "fl_lightning.cli.lightning",
-        "predict the classes of every client's test set",
+        "predict every client's test set",
         ("fl-lightning predict --config quickstart --ckpt_path runs/quickstart/version_0/checkpoints/last.ckpt",),
     ),
-    "serve": Command("fl_lightning.cli.serve", "train a federation of real sites, as their server"),
-    "join": Command("fl_lightning.cli.join", "take part in a federation, as a site with data of its own"),
+    "serve": Command("fl_lightning.cli.serve", "run the server of a federation of real sites"),
+    "join": Command("fl_lightning.cli.join", "join a federation as a site with its own data"),
     "federation": Command(
-        "fl_lightning.cli.federation", "a server and its sites on this machine, and the same simulated"
+        "fl_lightning.cli.federation", "run a server and its sites on this machine, and compare with the simulation"
     ),
     "attack": Command(
         "fl_lightning.cli.attack",
-        "carry out a privacy attack on a checkpoint",
+        "run a privacy attack on a checkpoint",
         ("fl-lightning attack --config quickstart --ckpt_path last.ckpt --attack membership --view outsider",),
     ),
     "reproduce": Command(
         "fl_lightning.cli.reproduce",
-        "run a published table, put the results beside it",
+        "run a published table and compare the results",
         ("fl-lightning reproduce waffle_factor_journal/table2 --only dataset=mnist method=fedavg --seeds 0",),
     ),
     "compare": Command(
         "fl_lightning.cli.compare",
-        "put finished runs side by side, write a report",
+        "compare finished runs and write a report",
         (
             "fl-lightning compare runs/quickstart",
             "fl-lightning compare runs/a/version_0 runs/b/version_0 --out comparison",
@@ -73,34 +73,34 @@ COMMANDS = {
     ),
     "board": Command(
         "fl_lightning.cli.board",
-        "start TensorBoard, runs named by what differs",
+        "start TensorBoard with runs named by what differs",
         ("fl-lightning board runs/quickstart",),
     ),
     "partition": Command(
         "fl_lightning.cli.partition",
-        "build a partition, show it, write its manifest",
+        "build and show a partition, and write its manifest",
         ("fl-lightning partition --data MNIST --data.partition Multimodal --out multimodal",),
     ),
     "methods": Command("fl_lightning.cli.lists", "list all methods, one line each"),
     "partitions": Command("fl_lightning.cli.lists", "list all partitions, one line each"),
-    "tables": Command("fl_lightning.cli.lists", "list all published tables that can be run again"),
+    "tables": Command("fl_lightning.cli.lists", "list all published tables that can be reproduced"),
     "bench": Command(
         "fl_lightning.cli.bench",
-        "speed of this machine, as a ratio to a plain PyTorch loop",
+        "measure training speed relative to a plain PyTorch loop",
         ("fl-lightning bench --only mnist-mlp --repeats 1",),
     ),
     "demo": Command(
         "fl_lightning.cli.demo",
-        "training alone, one model for all, a model for each: about a minute",
+        "compare Local, FedAvg and APFL on digits: about a minute",
         ("fl-lightning demo",),
     ),
-    "completion": Command("fl_lightning.cli.completion", "print a script for the shell's tab key"),
+    "completion": Command("fl_lightning.cli.completion", "print a shell completion script"),
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command; what the user can put right ends in one sentence and exit code 2, Ctrl-C in one and 130."""
-    if argv is None:  # the last thing that happens: looking for cycles among all objects would take seconds
+    """Run a command; user errors exit with one sentence and code 2, Ctrl-C with code 130."""
+    if argv is None:  # at exit: a garbage collection of all objects would take seconds
         atexit.register(gc.freeze)
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -128,13 +128,12 @@ def usage() -> str:
             *lines,
             "",
             "fl-lightning fit --config quickstart              a first run, from any folder",
-            "fl-lightning fit --config quickstart --dry_run    what it would do, send and take",
+            "fl-lightning fit --config quickstart --dry_run    steps, bytes and estimated time",
             "fl-lightning fit --model.help FedProx             the options of a method",
             "fl-lightning COMMAND --help                       the options of a command",
             "",
-            "fit, validate, test, predict, attack and partition take --use FILE.py to find methods, networks, data,",
-            "partitions and callbacks of your own by their class names; all but partition take --quiet to show no",
-            "progress.",
+            "fit, validate, test, predict, attack and partition accept --use FILE.py, which makes your own methods,",
+            "networks, data, partitions and callbacks available by class name. All but partition accept --quiet.",
         ]
     )
 
@@ -143,7 +142,7 @@ def _run(arguments: list[str]) -> None:
     command = importlib.import_module(COMMANDS[arguments[0]].module)
     try:
         command.main(arguments)
-    except BrokenPipeError:  # the reader, such as head, has seen enough; nothing is left to flush at exit
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt as stop:
         print(f"fl-lightning: {stop or 'Stopped.'}", file=sys.stderr)
@@ -158,10 +157,10 @@ def _run(arguments: list[str]) -> None:
 
 
 def _sentence(error: Exception) -> str | None:
-    """Describe an error that the user can put right; None for any other."""
+    """Message of an error that the user can fix; None for any other."""
     from fl_lightning.errors import FederationError
 
-    # A command that needs no Lightning does not wait for it.
+    # Commands without Lightning do not import it.
     fabric = sys.modules.get("lightning.fabric.utilities.exceptions")
     expected = (FederationError, *([fabric.MisconfigurationException] if fabric else []))
     cause: BaseException | None = error  # jsonargparse wraps what a constructor raises
@@ -171,7 +170,7 @@ def _sentence(error: Exception) -> str | None:
         return str(cause)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename} cannot be read or written: {error.strerror}."
-    # Lightning refuses some wrong names, of an accelerator or of a metric to monitor, with plain errors of its own.
+    # Lightning raises plain errors for some wrong names, such as an accelerator or a metric to monitor.
     last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     own = last.f_globals.get("__name__", "").startswith("lightning.")
     return str(error) if own and isinstance(error, ValueError | RuntimeError) else None

@@ -1,4 +1,4 @@
-"""``fl-lightning compare RUN...``: finished runs side by side, and a report that needs nothing but a browser."""
+"""``fl-lightning compare RUN...``: finished runs side by side, and a self-contained HTML report."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fl_lightning.callbacks.pages import page_of, words
+from fl_lightning.callbacks.pages import page_of, unit, words
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.runs import Run, find
-from fl_lightning.measure import Measure
+from fl_lightning.measure import SPELT, Measure
 from fl_lightning.sheet import Sheet, figure
 
 
 class Experiment(NamedTuple):
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     name: str
     runs: list[Run]
 
     def values(self, of: Callable[[Run], float | None]) -> list[float]:
-        """A number of every run that has it."""
+        """The value of every run that has it."""
         return [value for run in self.runs if (value := of(run)) is not None]
 
 
 class Column(NamedTuple):
-    """A column of the comparison: how its number is got of a run and printed, and whether more is better."""
+    """A column of the comparison: its value, format and direction."""
 
     heading: str
     of: Callable[[Run], float | None]
@@ -82,10 +82,10 @@ def build_parser() -> FederatedArgumentParser:
     """The command's options."""
     parser = FederatedArgumentParser(
         prog="fl-lightning compare",
-        description="Put finished runs side by side and write a report. Runs that differ in their seed alone are "
+        description="Compare finished runs and write a report. Runs that differ only in their seed are "
         "averaged. A folder stands for all runs in it.",
     )
-    parser.add_argument("runs", nargs="+", type=str, help="folders that fits wrote their logs to")
+    parser.add_argument("runs", nargs="+", type=str, help="log folders of fits")
     parser.add_argument("--out", type=str, default="comparison", help="folder for report.html, table.md and table.tex")
     parser.add_argument("--title", type=str, help="title of the report")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
@@ -134,14 +134,18 @@ def summary(experiments: Sequence[Experiment]) -> Sheet:
     measures = _measures(experiments)
     columns = [column for measure in measures for column in _judged(measure, len(measures) > 1)]
     others = dict.fromkeys(name for one in experiments for run in one.runs for name in run.metrics)
-    columns += [Column(f"mean {name}", _scored(name), 4) for name in others if name not in {m.name for m in measures}]
+    columns += [
+        Column(f"mean {SPELT.get(name, name)}", _scored(name), 4)
+        for name in others
+        if name not in {m.name for m in measures}
+    ]
     columns.append(Column("rounds", _validations, 0))
     title = " and ".join(measure.title for measure in measures)
     return _sheet(f"Last round, {title} on the clients' own {samples}{note}", experiments, columns)
 
 
 def populations(experiments: Sequence[Experiment]) -> Sheet | None:
-    """Score by sub-population and the gap between majority and minority; None where there is one group."""
+    """Score by sub-population and the gap between majority and minority; None with one group."""
     names = {name: None for one in experiments for run in one.runs for name in run.populations}
     if not names:
         return None
@@ -155,15 +159,21 @@ def populations(experiments: Sequence[Experiment]) -> Sheet | None:
 
 
 def cost(experiments: Sequence[Experiment]) -> Sheet | None:
-    """Traffic and time of the runs; None where nothing is known of it."""
+    """Traffic and time of the runs; None if unknown."""
     sheet = _sheet("Cost of the whole fit, validation included", experiments, COSTS)
     return sheet if len(sheet.columns) > 1 else None
 
 
 def privacy(experiments: Sequence[Experiment]) -> Sheet | None:
-    """The last value of everything that the privacy callbacks logged; None where there is nothing."""
+    """Last values of all metrics of the privacy callbacks; None if there are none."""
     names = {tag: None for one in experiments for run in one.runs for tag in run.final if page_of(tag) == "Privacy"}
-    return _sheet("Privacy", experiments, [Column(words(tag), _last(tag), 4) for tag in names]) if names else None
+    return _sheet("Privacy", experiments, [_attacked(tag) for tag in names]) if names else None
+
+
+def _attacked(tag: str) -> Column:
+    """The column of a number that a privacy callback logged."""
+    label, factor = unit(tag)
+    return Column(f"{words(tag)} {label}".strip(), _last(tag), 2 if label == "%" else 4, factor)
 
 
 #: What is printed and written as Markdown and LaTeX.

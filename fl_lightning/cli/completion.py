@@ -16,7 +16,7 @@ HELP = """usage: fl-lightning completion {bash,zsh}
 Prints a script that completes commands, options and names:
   bash:  source <(fl-lightning completion bash)
   zsh:   source <(fl-lightning completion zsh)
-Put the line into ~/.bashrc or ~/.zshrc to have it always."""
+Add the line to ~/.bashrc or ~/.zshrc to make it permanent."""
 
 
 def main(argv: list[str]) -> None:
@@ -60,7 +60,7 @@ def script(shell: str) -> str:
 
 
 def _choices() -> dict[str, list[str]]:
-    """Options that take a name, and the names that there are."""
+    """Options that take a name, and their names."""
     from fl_lightning.cli import lists, names, parsing
 
     found = {f"--{option}": parsing.names(base) for option, (_, base) in parsing.CHOICES.items()}
@@ -106,7 +106,7 @@ def _strings(parser: Any) -> list[str]:
 
 
 def _class_options(option: str, choices: dict[str, list[str]]) -> list[str]:
-    """Arguments of all classes that an option chooses among."""
+    """Arguments of all classes that an option accepts."""
     from fl_lightning.arguments import parameters
     from fl_lightning.cli.parsing import CHOICES, known
 

@@ -1,4 +1,4 @@
-"""Three methods on scikit-learn's digits: training alone, one model for all, a model for each; about a minute."""
+"""Compare Local, FedAvg and APFL on scikit-learn's digits; takes about a minute."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def picture(runs: list[Run], path: Path) -> None:
 def main(argv: list[str]) -> None:
     """Run the command; ``argv`` begins with its name."""
     parser = FederatedArgumentParser(prog="fl-lightning demo", description=__doc__)
-    parser.add_argument("--out", type=str, default=str(FOLDER), help="folder for the runs, the picture and the report")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each run")
-    parser.add_argument("--clients", type=int, default=CLIENTS, help="how many clients share the digits")
-    parser.add_argument("--classes", type=int, default=CLASSES, help="classes of each client, of ten")
+    parser.add_argument("--out", type=str, default=str(FOLDER), help="output folder for runs, picture and report")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds per run")
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="number of clients")
+    parser.add_argument("--classes", type=int, default=CLASSES, help="classes per client, out of ten")
     options = parser.parse_args(argv[1:])
     if options.rounds < 1:
         raise FederationError(f"--rounds must be 1 or more, not {options.rounds}.")
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> None:
 
 
 def demo(folder: Path = FOLDER, rounds: int = ROUNDS, clients: int = CLIENTS, classes: int = CLASSES) -> list[Run]:
-    """Fit, print the table, save the picture and the report, say how to open TensorBoard."""
+    """Fit, print the table, save picture and report, print the TensorBoard command."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     torch.set_num_threads(1)  # nets as small as these gain nothing from more
     console = Console()
@@ -140,9 +140,9 @@ def demo(folder: Path = FOLDER, rounds: int = ROUNDS, clients: int = CLIENTS, cl
     console.print(table(runs, title))
     samples = len(data.federation.train.flat) // clients
     console.print(
-        f"A client trains on about {samples} samples of {classes} classes. Sharing pays where they are too few to "
-        "learn from alone; APFL mixes the shared model with one of the client's own. Where a task is easy for "
-        "a client's own samples Local is as good, and sends nothing: try --clients 20 --classes 2.",
+        f"A client trains on about {samples} samples of {classes} classes. Sharing pays if these are too few to "
+        "learn from alone; APFL mixes the shared model with the client's own. If a client's own samples suffice, "
+        "Local is as good and sends nothing: try --clients 20 --classes 2.",
         soft_wrap=True,
     )
     picture(runs, folder / "accuracy.png")
@@ -154,7 +154,7 @@ def demo(folder: Path = FOLDER, rounds: int = ROUNDS, clients: int = CLIENTS, cl
 
 
 def tensorboard() -> str:
-    """How to start TensorBoard: by its command where the shell finds it, else by this Python."""
+    """The command that starts TensorBoard, by its script if found, otherwise by this Python."""
     return "tensorboard" if shutil.which("tensorboard") else f"{sys.executable} -m tensorboard.main"
 
 

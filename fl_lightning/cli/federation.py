@@ -1,4 +1,4 @@
-"""``fl-lightning federation``: server and sites as processes of this machine, beside the simulation of the same run."""
+"""``fl-lightning federation``: server and sites on this machine, compared with the simulation of the same run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.cli.sides import SideCLI, folder
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.needed import needed
@@ -33,7 +34,7 @@ ENDING = 30.0
 
 
 class FederationCLI(SideCLI):
-    """A run as ``fit`` takes it, and how many sites it is to have."""
+    """Options of ``fit``, and the number of sites."""
 
     def __init__(self, argv: list[str]) -> None:
         super().__init__(argv, save_config_callback=None)
@@ -41,8 +42,8 @@ class FederationCLI(SideCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of a federation on one machine."""
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--clients", type=int, default=3, help="how many sites")
-        parser.add_argument("--home", type=str, default="runs/federation", help="folder for all that it writes")
+        parser.add_argument("--clients", type=int, default=3, help="number of sites")
+        parser.add_argument("--home", type=str, default="runs/federation", help="folder for all output")
 
 
 def main(argv: list[str]) -> None:
@@ -52,34 +53,42 @@ def main(argv: list[str]) -> None:
     home = folder(cli.config["home"]).resolve()
     path, rounds = written(cli, home), int(cli.config["trainer"]["max_epochs"] or 0)
     if rounds < 1:
-        raise FederationError("Say how many rounds: --trainer.max_epochs 5.")
+        raise FederationError("The number of rounds is missing: add --trainer.max_epochs 5.")
     began = time.perf_counter()
     deployed(path, home, int(cli.config["clients"]), bool(cli.config["insecure"]))
     seconds = time.perf_counter() - began
     Console().print(compared(path, home, int(cli.config["clients"]), rounds))
-    print(f"{rounds} rounds over Flower took {seconds:.0f} s with starting and ending; all processes have ended.")
-    print(f"Logs, keys and what each site keeps: {home}")
+    print(f"{rounds} rounds over Flower took {seconds:.0f} s including start and shutdown; all processes have ended.")
+    print(f"Logs, keys and the sites' private state: {home}")
 
 
 def written(cli: FederationCLI, home: Path) -> Path:
-    """The run's configuration in a file, with a training whose bits do not depend on who else trains."""
+    """Write the run's configuration, with an engine whose bits do not depend on the other clients."""
     rows, clients = cli.datamodule.federation.num_clients, int(cli.config["clients"])
     if not 1 <= clients <= rows:
-        raise FederationError(f"--clients must lie between 1 and the {rows} clients of the data, not at {clients}.")
+        raise FederationError(
+            f"--clients must be between 1 and {rows}, the number of clients in the data, not {clients}."
+        )
     text = cli.parser.dump(cli.config, skip_none=True)
     config = yaml.safe_load(text)
     for name in ("clients", "home", "insecure", "quiet", "dry_run", "use", "config"):
         config.pop(name, None)
     config["model"]["init_args"]["engine"] = "sequential"
     config["trainer"] |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    config["trainer"] |= {"callbacks": None, "default_root_dir": str(home / "server")}
+    config["trainer"] |= {"callbacks": _secure(config["trainer"]), "default_root_dir": str(home / "server")}
     path = home / "run.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
 
 
+def _secure(trainer: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Of the callbacks those that hide messages: they belong to the run, and its simulation comes to the same bits."""
+    kept = [one for one in trainer.get("callbacks") or [] if one["class_path"].endswith(".SecureAggregationCallback")]
+    return kept or None
+
+
 def deployed(config: Path, home: Path, clients: int, insecure: bool = False) -> None:
-    """Run the configuration with a server and sites, each a process of its own, and end them all.
+    """Run the configuration with a server and sites in separate processes, and end them all.
 
     Args:
         config: the run's configuration.
@@ -118,7 +127,7 @@ def commands(config: Path, home: Path, clients: int, port: int, insecure: bool =
 
 
 def make_keys(home: Path, clients: int) -> None:
-    """Make the server's certificate and the sites' keys, and hand over what each side needs of the other."""
+    """Create the server's certificate and the sites' keys, and copy the public parts to the other side."""
     from fl_lightning.flower.keys import node_keys, server_keys
 
     server_keys(folder(str(home / "federation")) / "keys")
@@ -130,7 +139,7 @@ def make_keys(home: Path, clients: int) -> None:
 
 @contextmanager
 def process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command of this package as a process, which is ended at the end, and with this one whatever happens to it."""
+    """A command of this package as a process that ends on exit, and with this process however that ends."""
     with log.open("wb") as output:
         started = subprocess.Popen(
             [sys.executable, "-m", "fl_lightning.cli", *arguments],
@@ -152,7 +161,7 @@ def process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[by
 
 
 def _wait(server: subprocess.Popen[bytes], sites: Sequence[subprocess.Popen[bytes]], home: Path) -> None:
-    """Wait for the server to end; a site that ends before it takes the run with it."""
+    """Wait for the server to end; fail if a site ends before it."""
     while server.poll() is None:
         for client, site in enumerate(sites):
             if site.poll() is not None:
@@ -169,7 +178,7 @@ def last_line(log: Path) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -177,15 +186,15 @@ def free_port() -> int:
 
 
 def compared(config: Path, home: Path, clients: int, rounds: int) -> Table:
-    """The deployed run beside its simulation: scores, weights and what clients keep."""
+    """Compare the deployed run with its simulation: scores, weights and private state."""
     server = torch.load(home / "server" / "checkpoints" / "last.ckpt", weights_only=True)
     simulated = simulate(config, clients, rounds)
     own = simulated.state_dict()
     weights = all(torch.equal(own[name], value) for name, value in server["state_dict"].items())
     private = _private_equal(simulated, server["fl_lightning"]["clients"]["versions"], home)
     shown = Table(
-        title=f"{type(simulated).__name__}, {rounds} rounds: weights of the server equal to the bit: {_yes(weights)}; "
-        f"what clients keep: {_yes(private)}"
+        title=f"{type(simulated).__name__}, {rounds} rounds: server weights equal bit for bit: {_yes(weights)}; "
+        f"private state: {_yes(private)}"
     )
     for heading in ("client", "training samples", f"{simulated.task.headline} over Flower", "simulated"):
         shown.add_column(heading, justify="right")
@@ -205,6 +214,7 @@ def simulate(config: Path, clients: int, rounds: int) -> FederatedModule:
         cli = FederatedCLI(args=["--config", str(config), "--quiet"], run=False, save_config_callback=None)
         cli.datamodule.federation = cli.datamodule.federation.part(range(clients))
         seed_everything(cli.config["seed_everything"], verbose=False)
+        callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
         plain: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         trainer = Trainer(
             max_epochs=rounds,
@@ -212,6 +222,7 @@ def simulate(config: Path, clients: int, rounds: int) -> FederatedModule:
             precision=cli.trainer.precision,
             enable_model_summary=False,
             num_sanity_val_steps=0,
+            callbacks=[one for one in callbacks if isinstance(one, SecureAggregationCallback)],
             **plain,
         )
         trainer.fit(cli.model, datamodule=cli.datamodule)
@@ -221,7 +232,7 @@ def simulate(config: Path, clients: int, rounds: int) -> FederatedModule:
 
 
 def _private_equal(simulated: FederatedModule, versions: dict[int, str], home: Path) -> bool:
-    """Whether sites keep what simulated clients keep, bit for bit."""
+    """Whether the sites' private state equals the simulated clients', bit for bit."""
     from fl_lightning.remote import PrivateStore
 
     for number, version in versions.items():

@@ -1,4 +1,4 @@
-"""``fl-lightning join``: a client of a federation where its data is; data and private state never leave it."""
+"""``fl-lightning join``: a client of a federation at the site of its data; data and private state never leave it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -27,15 +28,22 @@ class JoinCLI(SideCLI):
         parser.add_argument("--client", type=int, required=True, help="the client's number in the federation, from 0")
         parser.add_argument("--superlink", type=str | None, help="the server's address, host:port")
         parser.add_argument(
-            "--attach", action="store_true", help="start no supernode: answer one of your own, which has --superlink"
+            "--attach", action="store_true", help="do not start a supernode: answer your own, which has --superlink"
         )
-        parser.add_argument("--home", type=str, default="site", help="folder for what the client keeps, and its keys")
+        parser.add_argument("--home", type=str, default="site", help="folder for the client's private state and keys")
         parser.add_argument(
-            "--key", type=str | None, help="the site's private key; made in the home folder unless given"
+            "--key", type=str | None, help="the site's private key; created in the home folder by default"
         )
-        parser.add_argument("--authority", type=str | None, help="certificate of the authority behind the server's")
-        parser.add_argument("--keep", type=int, default=8, help="rounds that the server may be set back")
-        parser.add_argument("--yes", action="store_true", help="approve the run without being asked")
+        parser.add_argument(
+            "--authority", type=str | None, help="certificate of the authority that signed the server's certificate"
+        )
+        parser.add_argument("--keep", type=int, default=8, help="number of rounds that the server can be rolled back")
+        parser.add_argument(
+            "--secure_aggregation",
+            type=Literal["require"] | None,
+            help="require: only join runs with secure aggregation",
+        )
+        parser.add_argument("--yes", action="store_true", help="approve the run without asking")
 
 
 def main(argv: list[str]) -> None:
@@ -54,7 +62,7 @@ def main(argv: list[str]) -> None:
             "Say where the server is, --superlink host:port, or --attach for a supernode of your own."
         )
     if config["insecure"] and (config["key"] or config["authority"]):
-        raise FederationError("--insecure uses neither --key nor --authority: leave it out, or leave them out.")
+        raise FederationError("--insecure excludes --key and --authority: remove one or the other.")
     if not config["insecure"] and not config["authority"] and not config["attach"]:
         raise FederationError(
             "A site checks whom it talks to: give --authority, the certificate authority.pem of the server's operator, "
@@ -62,6 +70,11 @@ def main(argv: list[str]) -> None:
         )
     home = folder(config["home"])
     site = _site(cli, home)
+    if config["secure_aggregation"] == "require" and site.member is None:
+        raise FederationError(
+            "This site takes part in secure aggregation alone, and the run has none: have SecureAggregationCallback "
+            "put among the Trainer's callbacks on both sides."
+        )
     _approve(site, config["yes"])
     key = None
     if not config["insecure"] and not config["attach"]:
@@ -92,16 +105,16 @@ def main(argv: list[str]) -> None:
     finally:
         if node is not None:
             node.stop()
-    print("This site has left; what the client keeps stays in " + str(home))
+    print("This site has left; its private state is in " + str(home))
 
 
 def _site(cli: JoinCLI, home: Path) -> Site:
-    """The client: its method, its part of the data, and where it keeps what is its own."""
+    """The client: its method, its data and the store of its private state."""
     client, data = int(cli.config["client"]), cli.datamodule.federation
     rows = data.num_clients
     if client < 0 or (rows > 1 and client >= rows):
         raise FederationError(
-            f"The data has {rows} clients, 0 to {rows - 1}, and none is client {client}: give --client one of them, or "
+            f"The data has {rows} clients, 0 to {rows - 1}, not {client}: set --client to one of them, or use "
             "data of one client."
         )
     own = data.part([0 if rows == 1 else client], [client])
@@ -112,17 +125,18 @@ def _site(cli: JoinCLI, home: Path) -> Site:
 
 
 def _approve(site: Site, yes: bool) -> None:
-    """Show the operator what the run is and what is told on joining, and ask."""
-    print("This site is asked to take part in the run")
+    """Show the operator the run and what the site reports on joining, and ask for approval."""
+    print("Request to join this run:")
     print("\n".join(f"  {line}" for line in site.run.lines()))
     header, parts = site.introduction()
-    print("On joining it tells the server")
+    print("On joining, this site reports to the server:")
     for name, value in (*header.items(), *parts["told"].items()):
         print(f"  {name:<12} {value}")
-    print("In a round it tells its message, its training loss, how many rounds and steps it has trained, and scores.")
+    message = "its message and training loss" if site.member is None else "its message and training loss under masks"
+    print(f"In each round it sends {message}, numbers of rounds and steps trained, and scores.")
     if yes:
         return
     if not sys.stdin.isatty():
-        raise FederationError("Nobody is there to approve the run: say --yes if it is approved.")
+        raise FederationError("The run cannot be approved without a terminal: add --yes to approve it.")
     if input("Approve? [y/N] ").strip().lower() not in ("y", "yes"):
         raise FederationError("The run was not approved: nothing was sent.")

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 import fl_lightning.methods
 import fl_lightning.optim  # noqa: F401
 from fl_lightning.callbacks import FederatedCheckpoint, PredictionWriter, RoundProgress, RunRecord
+from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.names import resolve
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.cli.resume import newest
@@ -31,6 +32,8 @@ from fl_lightning.nets import FedNet
 from fl_lightning.process import wanted
 from fl_lightning.tasks import made
 
+#: Commands that are methods of the Trainer.
+TRAINER = ("fit", "validate", "test", "predict")
 #: The largest seed.
 SEEDS = 2**32 - 1
 #: Processes on a core; more of them are a slip.
@@ -40,8 +43,8 @@ MOST_PER_CORE = 4
 class FederatedCLI(LightningCLI):
     """LightningCLI with federated methods as models and federations as data.
 
-    One seed decides everything: ``--seed_everything`` (0 unless given) is that of the initial weights, the partition,
-    the cohorts and the clients' streams.
+    One seed controls everything: ``--seed_everything`` (default 0) sets initial weights, partition, cohorts and the
+    clients' streams.
     """
 
     _data: FederatedDataModule | None = None
@@ -59,7 +62,7 @@ class FederatedCLI(LightningCLI):
             trainer_defaults={"log_every_n_steps": 1, "num_sanity_val_steps": 0, "callbacks": [RunRecord()]},
             parser_class=FederatedArgumentParser,
             args=args,
-            **kwargs,
+            **{"parser_kwargs": {"prog": "fl-lightning", **{name: about(name) for name in TRAINER}}} | kwargs,
         )
 
     def _parse_ckpt_path(self) -> None:
@@ -72,30 +75,30 @@ class FederatedCLI(LightningCLI):
         """Refuse what NumPy would not take."""
         seed = self._get(self.config, "seed_everything")
         if not 0 <= seed <= SEEDS:
-            raise FederationError(f"seed_everything must lie between 0 and {SEEDS}, not at {seed}.")
+            raise FederationError(f"seed_everything must be between 0 and {SEEDS}, not {seed}.")
         super()._set_seed()
 
     def _dump_config(self) -> None:
-        """LightningCLI wants a place for the linked number of classes, also in nets that have no other argument."""
+        """Add the init_args that LightningCLI needs for the linked number of classes."""
         super()._dump_config()
         net = ((self.config_dump.get("model") or {}).get("init_args") or {}).get("net")
         if isinstance(net, dict):
             net.setdefault("init_args", {})
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The net's number of classes is that of the data."""
-        parser.add_argument("--quiet", action="store_true", help="show no progress")
+        """Add options, and link the net's number of classes to the data."""
+        parser.add_argument("--quiet", action="store_true", help="hide progress")
         parser.add_argument(
-            "--dry_run", action="store_true", help="print clients, steps, bytes and estimated time, and stop"
+            "--dry_run", action="store_true", help="print clients, steps, bytes and estimated time, and exit"
         )
         parser.add_argument(
-            "--use", metavar="FILE.py", help="find classes of your own in a file or module by their names"
+            "--use", metavar="FILE.py", help="make classes in your own file or module available by name"
         )
         target = "model.init_args.net.init_args.num_classes"
         parser.link_arguments("data", target, compute_fn=self._note_data, apply_on="instantiate")
 
     def _note_data(self, data: FederatedDataModule) -> int:
-        """The number of outputs; the data is noted for what else a net may take from it."""
+        """Return the number of outputs, and keep the data for other settings of the net."""
         self._data = data
         given = self._get(self.config, "model.init_args.task")
         task = made(given.as_dict() if isinstance(given, Namespace) else given)
@@ -104,12 +107,12 @@ class FederatedCLI(LightningCLI):
         return self._outputs
 
     def _add_instantiators(self) -> None:
-        """Make nets to the measure of the data."""
+        """Create nets that fit the data."""
         super()._add_instantiators()
         self.parser.add_instantiator(self._make_net, FedNet)
 
     def _make_net(self, kind: type[FedNet], *args: Any, **given: Any) -> FedNet:
-        """A net whose arguments that are left at their defaults are those of the data."""
+        """A net whose default arguments are replaced by those of the data."""
         usual = inspect.signature(kind).parameters
         data = {} if self._data is None else {**self._data.net_arguments, "num_classes": self._outputs}
         fitting = {name: value for name, value in data.items() if name in usual and name in given}
@@ -117,7 +120,7 @@ class FederatedCLI(LightningCLI):
         return kind(*args, **{**given, **unset})
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """One view of progress for everyone who has not chosen another, and a checkpoint of the last round."""
+        """Add the progress view and the checkpoint of the last round, unless others are configured."""
         check_precision(config.get("precision"))  # on a CPU Lightning would take another one
         if config.get("logger") in (None, True) and not config.get("default_root_dir"):
             config |= {"logger": TensorBoardLogger("runs", type(self.model).__name__)}
@@ -138,13 +141,13 @@ class FederatedCLI(LightningCLI):
         cores = os.cpu_count() or 1
         if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > MOST_PER_CORE * cores:
             raise FederationError(
-                f"--trainer.devices={trainer.num_devices} would start as many processes on {cores} cores: set it to "
+                f"--trainer.devices={trainer.num_devices} starts that many processes on {cores} cores: set it to "
                 f"{cores} or less, or leave it out."
             )
         return trainer
 
     def fit(self, model: FederatedModule, datamodule: Any = None, **kwargs: Any) -> None:
-        """Train, or say what training would take."""
+        """Train, or print the plan of a dry run."""
         if not self._get(self.config, "dry_run"):
             self.trainer.fit(model, datamodule=datamodule, **kwargs)
             self._say_where()
@@ -156,7 +159,7 @@ class FederatedCLI(LightningCLI):
         print("\n".join(plan(model, datamodule, rounds, **options).lines()))
 
     def _say_where(self) -> None:
-        """Name the folder of the run, and the checkpoint to go on from."""
+        """Print the folder of the run and its checkpoint."""
         folder = self.trainer.log_dir
         if folder is None or self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
@@ -166,13 +169,13 @@ class FederatedCLI(LightningCLI):
             print(f"The run is in {folder}" + (f"; test it with --ckpt_path {os.path.relpath(path)}" if path else ""))
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Refuse to try what cannot be tried."""
+        """Refuse a dry run of other commands."""
         if subcommand != "fit" and self._get(self.config, "dry_run"):
             raise FederationError(f"--dry_run is an option of fit, not of {subcommand}.")
         checkpoint = self._get(self.config, "ckpt_path")
         check_named(checkpoint, goes_on=subcommand == "fit")
         if subcommand != "fit" and checkpoint is None:
-            print("fl-lightning: no --ckpt_path was given, so this is a model that was never trained.", file=sys.stderr)
+            print("fl-lightning: without --ckpt_path the model is untrained.", file=sys.stderr)
         if subcommand == "fit" and checkpoint == "last":
             self._go_on()
         super()._run_subcommand(subcommand)
@@ -181,13 +184,19 @@ class FederatedCLI(LightningCLI):
         """Let ``last`` be the newest checkpoint of this configuration; without one Lightning looks, and says so."""
         path = newest(self.trainer)
         if path is not None:
-            print(f"fl-lightning: going on from {path}.", file=sys.stderr)
+            print(f"fl-lightning: resuming from {path}.", file=sys.stderr)
             self.config_init["fit"]["ckpt_path"] = str(path)
 
 
 def _has(given: Any, kind: type[Callback]) -> bool:
-    """Whether a callback of a kind is among those that were given."""
+    """Whether the callbacks include one of a kind."""
     return any(isinstance(callback, kind) for callback in (given if isinstance(given, list) else [given]))
+
+
+def about(command: str) -> dict[str, str]:
+    """The description of a command's parser."""
+    text = COMMANDS[command].help
+    return {"description": f"{text[0].upper()}{text[1:]}."}
 
 
 def check_named(checkpoint: str | None, goes_on: bool = False) -> None:
@@ -198,7 +207,7 @@ def check_named(checkpoint: str | None, goes_on: bool = False) -> None:
         goes_on: whether a fit goes on from it: ``last`` is then the newest run of the configuration, if there is one.
     """
     if checkpoint == "best" or (checkpoint == "last" and not goes_on):
-        raise FederationError(f"Which checkpoint is the {checkpoint} is not known here: --ckpt_path takes a file.")
+        raise FederationError(f"--ckpt_path {checkpoint} is not known here: give a file.")
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""``fl-lightning methods``, ``partitions`` and ``tables``: what there is, one line each."""
+"""``fl-lightning methods``, ``partitions`` and ``tables``: one line per entry."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from fl_lightning.errors import FederationError
 
 #: What a newcomer wants to know of a method before its formulas.
 METHODS = {
-    "APFL": "Each client mixes a model of its own with the shared one, by a share that it learns",
+    "APFL": "Each client mixes its own model with the shared one, by a learned weight",
     "FedAvg": "One model for all: clients train it on their own data, the server averages the results",
     "FedBPS": "Each client keeps the parameters that differ most between clients and shares the others",
-    "FedCluster": "One model that visits groups of clients, one after the other",
-    "FedDAF": "FedAvg that weighs clients by what their normalisation layers say of their data",
+    "FedCluster": "One model that is trained by one group of clients after the other",
+    "FedDAF": "FedAvg with client weights inferred from their normalisation statistics",
     "FedGN": "FedAvg with group normalisation instead of batch normalisation",
-    "FedGroup": "Clients are grouped once, by their first updates; every group has a model",
-    "FedMA": "FedAvg that first brings the hidden units of all clients into a common order",
+    "FedGroup": "One model per group; clients are grouped once by their first updates",
+    "FedMA": "FedAvg that first aligns the hidden units of all clients",
     "FedPer": "The last layers stay with the client, the others are shared",
-    "FedProx": "FedAvg that holds clients near the model they received",
-    "FeSEM": "Clients are grouped in every round, by their weights; every group has a model",
+    "FedProx": "FedAvg with a penalty that keeps clients near the model they received",
+    "FeSEM": "One model per cluster; clients are clustered by their weights in every round",
     "IFCA": "Several models; each client trains the one that fits its data best",
     "LGFedAvg": "The first layers stay with the client, the others are shared",
-    "Local": "Nothing is sent: each client trains alone, for comparison",
-    "PFedMe": "Each client has a model of its own that is held near the shared one",
+    "Local": "Each client trains alone and sends nothing, for comparison",
+    "PFedMe": "Each client has its own model, kept near the shared one",
     "QFFL": "FedAvg that gives more weight to clients with a high loss, for fairness",
-    "SCAFFOLD": "FedAvg whose clients correct their steps for how their data differ",
+    "SCAFFOLD": "FedAvg with control variates that correct clients' steps for differing data",
     "WAFFLe": "Clients share a dictionary of weight factors and choose privately among them",
-    "WAFFLEAvg": "SCAFFOLD that weighs clients by how near their updates are to one client's",
+    "WAFFLEAvg": "SCAFFOLD that weights agents by the distance of their updates from one agent's",
     "WAFFLeL1": "WAFFLe with real scores and an L1 penalty, an ablation",
-    "WeightErosion": "FedAvg for one client; others lose weight as their updates differ from its own",
+    "WeightErosion": "FedAvg for one agent; the others lose weight the more their updates differ",
 }
 
 
 def exported(module: ModuleType, base: type) -> dict[str, type]:
-    """The classes that a package exports and that can be made, by name."""
+    """The concrete classes that a package exports, by name."""
     kinds = {name: getattr(module, name) for name in module.__all__}
     return {
         name: kind
@@ -79,7 +79,7 @@ def partitions() -> dict[str, str]:
 
 
 def tables() -> dict[str, str]:
-    """Every published table that can be run again, with its paper and its size."""
+    """Every published table, with its paper and size."""
     from fl_lightning.papers import tables as published
 
     titles = published.papers()
@@ -93,7 +93,7 @@ LISTS: dict[str, Callable[[], dict[str, str]]] = {"methods": methods, "partition
 AFTER = {
     "methods": "fl-lightning fit --config quickstart --model NAME runs one; --model.help NAME lists its options.",
     "partitions": "fl-lightning partition --data MNIST --data.partition NAME shows one.",
-    "tables": "fl-lightning reproduce NAME runs one and puts the result beside it.",
+    "tables": "fl-lightning reproduce NAME runs one and compares the result.",
 }
 
 
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
         print(f"usage: fl-lightning {name}\n\nLists all {name}, one line each.")
         return
     if rest:
-        raise FederationError(f"fl-lightning {name} takes no options, and {rest[0]!r} was given.")
+        raise FederationError(f"fl-lightning {name} takes no options, but {rest[0]!r} was given.")
     found = LISTS[name]()
     width = max(map(len, found)) + 2
     for entry, line in found.items():

@@ -1,4 +1,4 @@
-"""Names on the command line: packaged configurations, and classes of the user's own."""
+"""Names on the command line: packaged configurations and user classes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def resolve(arguments: list[str]) -> list[str]:
 
 
 def use(name: str) -> None:
-    """Import a user's file or module, so that its classes are found by name."""
+    """Import a user's file or module to make its classes available by name."""
     path = Path(name)
     if not name:
         raise FederationError("--use takes a Python file or the name of a module.")
@@ -88,7 +88,9 @@ def _config(value: str) -> str:
     if not Path(value).exists():
         found = packaged().get(value.removesuffix(".yaml"))
         if found is None:
-            raise FederationError(f"There is no file {value}, and the library's own are: {', '.join(packaged())}.")
+            raise FederationError(
+                f"There is no file {value}; the library's own configurations are: {', '.join(packaged())}."
+            )
         return found
     if Path(value).is_file():
         _check(Path(value))
@@ -96,7 +98,7 @@ def _config(value: str) -> str:
 
 
 def _check(path: Path) -> None:
-    """Refuse a configuration that is not one, and say where."""
+    """Refuse an invalid configuration, and say where it is wrong."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -104,14 +106,14 @@ def _check(path: Path) -> None:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise FederationError(f"{path} cannot be read as YAML{where}: {problem or error}.") from error
     if not isinstance(found, dict):
-        raise FederationError(f"{path} holds no settings: fl-lightning fit --print_config shows what they look like.")
+        raise FederationError(f"{path} holds no settings: see fl-lightning fit --print_config for an example.")
     if _size(found, {}) > MOST:
-        raise FederationError(f"{path} says the same over and over (YAML's anchors): write it out, or shorten it.")
+        raise FederationError(f"{path} expands to too many entries (YAML anchors): shorten it.")
     _check_classes(found, str(path), "")
 
 
 def _size(value: Any, known: dict[int, float]) -> float:
-    """How many entries a value has when every repetition is written out; infinite where it holds itself."""
+    """Number of entries of a value with all anchors expanded; infinite if recursive."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:
@@ -122,7 +124,7 @@ def _size(value: Any, known: dict[int, float]) -> float:
 
 
 def _check_classes(value: Any, path: str, place: str) -> None:
-    """Refuse options that stand beside a class's init_args and not in them."""
+    """Refuse options that are next to a class's init_args instead of inside them."""
     if isinstance(value, list):
         for number, part in enumerate(value):
             _check_classes(part, path, f"{place}[{number}]")

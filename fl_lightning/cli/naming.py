@@ -1,4 +1,4 @@
-"""Names of runs that show only what differs, and settings as a reader wants them."""
+"""Names of runs that show only what differs, and readable settings."""
 
 from __future__ import annotations
 

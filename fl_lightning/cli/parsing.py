@@ -1,4 +1,4 @@
-"""A parser that says in one sentence what is wrong with the command line or a configuration file."""
+"""A parser with one-sentence errors for the command line and configuration files."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _CLASS = re.compile(r"Problem with given class_path '([\w.]+)':?\s*")
 
 
 class FederatedArgumentParser(LightningArgumentParser):
-    """LightningArgumentParser whose errors are a sentence, without the list of all options before it."""
+    """LightningArgumentParser with one-sentence errors, without the usage text."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the sentence and end with exit code 2."""
+        """Print the error and exit with code 2."""
         options = [text for action in self._actions for text in action.option_strings]
         print(f"fl-lightning: error: {explain(message, options)}", file=sys.stderr)
         raise SystemExit(2)
@@ -105,7 +105,7 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
 
 
 def _wanted(reasons: Sequence[str], message: str) -> str:
-    """The expected value, the choices, and the given value; nothing where that is not it."""
+    """Expected value, choices and given value; empty if this does not apply."""
     kinds = [re.match(r"Expected an? (?:typing\.Literal\[(.*?)\]|<class '([\w.]+)'>)", reason) for reason in reasons]
     given = re.search(r"Got value: (.*)", reasons[0] if reasons else "") or re.search(r"Given value: (.*)", message)
     if not kinds or kinds[0] is None or given is None:
@@ -127,7 +127,7 @@ def _unknown(name: str, noun: str, base: type) -> str:
 
 
 def names(base: type, more: tuple[str, ...] = ()) -> list[str]:
-    """Short names of the public classes that derive from ``base``, the library's, those of ``--use`` and of more."""
+    """Short names of the public subclasses of ``base``: the library's, those of ``--use`` and others."""
     return [kind.__name__ for kind in known(base, more)]
 
 
@@ -136,7 +136,7 @@ def _modules() -> tuple[str, ...]:
 
 
 def known(base: type, more: tuple[str, ...] = ()) -> list[type[Any]]:
-    """The public classes that derive from ``base`` and can be made."""
+    """The concrete public subclasses of ``base``."""
     found: set[type[Any]] = set()
     todo: list[type[Any]] = [base]
     while todo:

@@ -1,4 +1,4 @@
-"""``fl-lightning partition``: build a partition, show it, write it down."""
+"""``fl-lightning partition``: build and show a partition, and write its manifest."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def build_parser() -> FederatedArgumentParser:
     """The command's options."""
     parser = FederatedArgumentParser(
         prog="fl-lightning partition",
-        description="Deal a data set to clients, print who has what, write a manifest and a picture.",
+        description="Divide a data set among clients, print the result, write a manifest and a picture.",
     )
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")
     parser.add_subclass_arguments(FederatedDataModule, "data", required=True, help="the data and its partition")
     parser.add_argument("--out", type=str, default="partition", help="folder for manifest.json and partition.png")
-    parser.add_argument("--indices", type=bool, default=False, nargs="?", const=True, help="write every index too")
-    parser.add_argument("--rows", type=int, default=10, help="clients to list one by one, 0 for none")
+    parser.add_argument("--indices", type=bool, default=False, nargs="?", const=True, help="also write every index")
+    parser.add_argument("--rows", type=int, default=10, help="number of clients to list, 0 for none")
     return parser
 
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
 
 
 def _write(data: FederatedDataModule, summary: Summary, folder: Path, indices: bool) -> None:
-    """Write manifest and picture and say where they are."""
+    """Write manifest and picture and print their paths."""
     from rich.console import Console
 
     from fl_lightning.datamodules.picture import draw_partition
@@ -60,7 +60,7 @@ def _write(data: FederatedDataModule, summary: Summary, folder: Path, indices: b
 
 
 def title(data: FederatedDataModule, manifest: Manifest) -> str:
-    """One line that says what the partition is."""
+    """One-line description of the partition."""
     return f"{manifest.data}, {manifest.scheme_call}, seed {manifest.seed}"
 
 

@@ -1,4 +1,4 @@
-"""``fl-lightning fit --dry_run``: what a run would do, send and take, without running it."""
+"""``fl-lightning fit --dry_run``: steps, bytes and estimated time of a run, without running it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from fl_lightning.engine.schedule import batch_sizes
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
+from fl_lightning.quiet import quiet_trainer
 from fl_lightning.view import duration
 
 #: Rounds whose cohorts are looked at to say how many steps a round takes on average.
@@ -21,7 +22,7 @@ TRIED = 2
 
 
 class Probe(Callback):
-    """Times rounds of the first clients of a cohort, and what they send.
+    """Times rounds of the first clients of a cohort, and counts their bytes.
 
     Args:
         most: clients that are tried.
@@ -91,18 +92,18 @@ class Plan:
         """The plan in words."""
         shared, kept = self.parameters
         return [
-            f"clients          {self.clients:,}, {self.cohort:,} of them in a round",
+            f"clients          {self.clients:,}, {self.cohort:,} per round",
             f"rounds           {self.rounds:,}",
-            f"local steps      {self.steps:,.0f} a round, {self.steps * self.rounds:,.0f} in all",
+            f"local steps      {self.steps:,.0f} per round, {self.steps * self.rounds:,.0f} in total",
             f"parameters       {shared:,} shared, {kept:,} kept by each client",
-            f"bytes up         {_size(self.up)} a round, {_size(self.up * self.rounds)} in all",
-            f"bytes down       {_size(self.down)} a round, {_size(self.down * self.rounds)} in all",
+            f"bytes up         {_size(self.up)} per round, {_size(self.up * self.rounds)} in total",
+            f"bytes down       {_size(self.down)} per round, {_size(self.down * self.rounds)} in total",
             f"estimated time   {duration(self.seconds)} with the engine {self.engine}",
         ]
 
 
 def plan(module: FederatedModule, datamodule: Any, rounds: int, **options: Any) -> Plan:
-    """Try two rounds of a few clients and say what the whole run would take.
+    """Run two rounds of a few clients and estimate the cost of the whole run.
 
     Args:
         module: the method; it is trained a little, so make a new one for the run itself.
@@ -114,16 +115,7 @@ def plan(module: FederatedModule, datamodule: Any, rounds: int, **options: Any) 
         raise FederationError("A dry run needs a number of rounds: set --trainer.max_epochs.")
     datamodule.setup("fit")
     probe = Probe(module.engine.width)
-    trainer = Trainer(
-        max_epochs=TRIED,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[probe],
-        **options,
-    )
+    trainer = quiet_trainer(max_epochs=TRIED, callbacks=[probe], **options)
     trainer.fit(module, datamodule=datamodule)
     looked = range(min(rounds, LOOK))
     cohorts = [module.cohort(round) for round in looked]
@@ -149,7 +141,7 @@ def plan(module: FederatedModule, datamodule: Any, rounds: int, **options: Any) 
 
 
 def local_steps(module: FederatedModule, client: int) -> int:
-    """Minibatches that a client takes in a round."""
+    """Minibatches per client and round."""
     size = len(module.federation.train[client])
     full, rest = batch_sizes(size, module.local.batch_size, module.batch_statistics)
     return sum(phase.epochs * (full + bool(rest)) for phase in module.phases())
@@ -160,7 +152,7 @@ def _steps(module: Any) -> int:
 
 
 def _size(count: float) -> str:
-    """Bytes in a unit that can be read.
+    """Bytes in a readable unit.
 
     Example:
         >>> _size(123.0), _size(4_500_000)

@@ -94,11 +94,15 @@ def _facts(experiments: Sequence[Experiment]) -> dict[str, str]:
         texts = [" ".join(shown(one[name]) for name in names if one.get(name) is not None) for one in settings]
         return ", ".join(dict.fromkeys(text for text in texts if text))
 
+    given = [", ".join(str(run.settings[n]) for n in ("data", "partition") if run.settings.get(n)) for run in runs]
     seeds = ", ".join(dict.fromkeys(shown(one["seed"]) for one in settings if one.get("seed") is not None))
-    repeated = "; one each, so no differences are marked" if all(len(one.runs) == 1 for one in experiments) else ""
+    single = len(experiments) > 1 and all(len(one.runs) == 1 for one in experiments)
+    repeated = "; one for each, so no differences are marked" if single else ""
+    if any(len(one.runs) > 1 for one in experiments):
+        repeated = "; lines are means over seeds"
     found = {
         "methods": all_of("method"),
-        "data": all_of("data", "partition"),
+        "data": "; ".join(dict.fromkeys(filter(None, given))),
         "clients": all_of("clients"),
         "network": all_of("net"),
         "rounds": all_of("rounds"),
@@ -233,11 +237,12 @@ def _clients(experiments: Sequence[Experiment]) -> Section:
             for one in alike
         }
         picture = pictures.distribution(ends, measure=measure)
-        found.append(_picture(picture, f"How many clients end with which {measure.title}"))
+        together = ", all seeds together" if any(len(one.runs) > 1 for one in alike) else ""
+        found.append(_picture(picture, f"How many clients end with which {measure.title}{together}"))
         found += [
             _picture(
                 pictures.heat_map([r + 1 for r in run.rounds], run.scores, measure=measure),
-                f"Clients by round: {one.name}",
+                f"Clients by round: {one.name}" + (f", seed {run.settings.get('seed')}" if len(one.runs) > 1 else ""),
             )
             for one in alike
             if len((run := one.runs[0]).rounds) > 1
@@ -269,7 +274,7 @@ def _traffic(experiments: Sequence[Experiment]) -> list[Picture]:
     if not curves:
         return []
     figure = pictures.lines(curves, "MB sent so far, up and down", f"mean {measure.label}", "", measure.scale, looks)
-    return [_picture(figure, f"{measure.title.capitalize()} against what was communicated")]
+    return [_picture(figure, f"{measure.title[0].upper()}{measure.title[1:]} against what was communicated")]
 
 
 def _sent(run: Run) -> dict[int, float]:

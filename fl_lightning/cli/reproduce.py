@@ -1,4 +1,4 @@
-"""``fl-lightning reproduce TABLE``: run the cells of a published table and put the results beside it."""
+"""``fl-lightning reproduce TABLE``: run the cells of a published table and compare the results."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from fl_lightning.view import View
 
 def build_parser() -> FederatedArgumentParser:
     """The command's options."""
-    parser = FederatedArgumentParser(prog="fl-lightning reproduce", description="Run the cells of a published table.")
+    parser = FederatedArgumentParser(prog="fl-lightning reproduce", description="Run a published table and compare.")
     parser.add_argument("table", nargs="?", help="the table, such as waffle_factor_journal/table2")
-    parser.add_argument("--list", action="store_true", help="name all tables and stop")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run per cell and seed")
-    parser.add_argument("--rounds", type=int, help="a trial of so many rounds: it is shown, not recorded")
-    parser.add_argument("--only", nargs="+", default=[], help="conditions such as dataset=mnist method=fedavg,fedprox")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--list", action="store_true", help="list all tables and exit")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds; one run per cell and seed")
+    parser.add_argument("--rounds", type=int, help="number of rounds of a trial, which is shown but not recorded")
+    parser.add_argument("--only", nargs="+", default=[], help="conditions, such as dataset=mnist method=fedavg,fedprox")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel runs, one thread each")
     parser.add_argument("--runs", default="runs/reproduce", help="folder of finished and unfinished runs")
     parser.add_argument("--results", default="results", help="folder of the records, one file per table")
-    parser.add_argument("--docs", help="write the pages of all tables, and their pictures, into this folder")
-    parser.add_argument("--cached", action="store_true", help="run nothing, use the runs that are finished or recorded")
+    parser.add_argument("--docs", help="folder for the pages of all tables and their pictures")
+    parser.add_argument("--cached", action="store_true", help="use finished or recorded runs only")
     parser.add_argument("--quiet", action="store_true", help="show no progress and print no table")
-    parser.add_argument("--show", action="store_true", help="print the runs' configurations and stop")
+    parser.add_argument("--show", action="store_true", help="print the runs' configurations and exit")
     return parser
 
 
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
 
 
 def _reproduce(options: Any, cells: list[Cell], console: Console) -> None:
-    """Run cells of a table, or take their runs, record these and show what they came to."""
+    """Run the cells of a table or load their runs, record them and show the results."""
     runs, folder = _runs(cells, options.rounds), Path(options.runs)
     records = Records(Path(options.results))
     failed = {} if options.cached else _run_all(console, records, folder, runs, options.seeds, options.jobs)
@@ -79,14 +79,12 @@ def _reproduce(options: Any, cells: list[Cell], console: Console) -> None:
     _record(records, folder, options.table, cells, options.seeds, options.rounds)
     rows = [(cell, found) for cell in cells if (found := measure(records, cell, options.seeds, options.rounds))]
     if not rows and not failed:
-        raise FederationError("None of these cells has a finished run: leave --cached out to run them.")
+        raise FederationError("None of these cells has a finished run: remove --cached to run them.")
     if rows:
         console.print(render(options.table, rows))
         console.print("a trial: nothing was recorded" if records.folder is None else f"recorded in {records.folder}")
     if failed:
-        raise FederationError(
-            f"Not all runs were finished, the same command tries again those that failed: {_told(failed)}."
-        )
+        raise FederationError(f"Some runs failed, repeat the command to retry them: {_told(failed)}.")
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -97,7 +95,7 @@ def _condition(text: str) -> tuple[str, str]:
 
 
 def _asked(cells: list[Cell]) -> list[Cell]:
-    """The cells, and those with whose runs they are compared."""
+    """The cells, and the cells they are compared with."""
     return [one for cell in cells for one in (cell, tables.beside(cell)) if one is not None]
 
 
@@ -108,7 +106,7 @@ def _runs(cells: list[Cell], rounds: int | None) -> dict[str, Config]:
 
 
 def _record(records: Records, folder: Path, name: str, cells: list[Cell], seeds: list[int], rounds: int | None) -> None:
-    """Record the runs that are finished; one that is not leaves its record, if there is one, as it is."""
+    """Record finished runs; records of unfinished ones do not change."""
     for cell in _asked(cells):
         config = tables.config_of(cell, rounds)
         for seed in seeds:
@@ -127,13 +125,13 @@ def assemble(config: Config) -> FederatedCLI:
 def _run_all(
     console: Console, records: Records, folder: Path, runs: dict[str, Config], seeds: list[int], jobs: int
 ) -> dict[str, str]:
-    """Run what is not finished; returns what went wrong, by name of the run."""
+    """Run unfinished cells; returns error messages by run."""
     asked = [(config, seed) for seed in seeds for config in runs.values()]
     new = [(config, seed) for config, seed in asked if cached(folder, config, seed) is None]
     todo = [run for run in new if records.result(*run) is None]
     old = len(new) - len(todo)
     known = f" ({old} taken from {records.folder}: with another --results they run again)" if old else ""
-    console.print(f"{len(asked)} runs, {len(todo)} of them to do, {jobs} at a time{known}")
+    console.print(f"{len(asked)} runs, {len(todo)} to do, {jobs} in parallel{known}")
     view = View("run", len(todo), quiet=console.quiet or not todo, console=console)
     failed: dict[str, str] = {}
     left, done = iter(todo), 0
@@ -155,11 +153,11 @@ def _run_all(
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Say what becomes of the runs when someone stops the command."""
+    """Explain on Ctrl-C what happens to the runs."""
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("Stopped: finished runs are kept, and the same command goes on.") from None
+        raise KeyboardInterrupt("Stopped: finished runs are kept; repeat the command to continue.") from None
 
 
 def _told(failed: dict[str, str]) -> str:
@@ -180,7 +178,7 @@ def _outcome(result: dict[str, Any]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a run failed, in a few words; of what nobody expected, where it happened is printed too."""
+    """Why a run failed, in a few words; unexpected errors also print their traceback."""
     if isinstance(error, BrokenProcessPool):
         return "its process was killed"
     text = " ".join(str(error).split()).rstrip(".")
@@ -197,7 +195,7 @@ def _name(config: Config, seed: int) -> str:
 
 
 def render(name: str, rows: list[tuple[Cell, Measured]]) -> Table:
-    """Paper beside measured."""
+    """Table of published and measured values."""
     shown = Table(title=name)
     for heading in ("cell", "metric"):
         shown.add_column(heading, overflow="fold")

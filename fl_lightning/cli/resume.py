@@ -1,4 +1,4 @@
-"""Find the run that ``fit --ckpt_path last`` goes on with: the newest of the same configuration."""
+"""Find the run that ``fit --ckpt_path last`` resumes: the newest with the same configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FREE_OF_TRAINER = ("max_epochs", "max_time", "logger", "enable_progress_bar", "e
 
 
 def newest(trainer: Trainer) -> Path | None:
-    """The newest checkpoint of the runs beside this one that have its configuration, None if there is none.
+    """The newest checkpoint of sibling runs with the same configuration; None if there is none.
 
     Where ModelCheckpoint writes to a folder of its own, Lightning finds the last checkpoint there.
 
@@ -42,7 +42,7 @@ def _same(path: Path, wanted: dict[str, Any]) -> bool:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without what may differ."""
+    """A configuration without the settings that may differ."""
     kept = _without(config, FREE)
     return {**kept, "trainer": _without(kept.get("trainer") or {}, FREE_OF_TRAINER)}
 

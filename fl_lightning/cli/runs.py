@@ -1,4 +1,4 @@
-"""Finished runs, read from what they left behind."""
+"""Finished runs, read from their files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import yaml
 
+from fl_lightning.callbacks.pages import GROUPS
 from fl_lightning.callbacks.record import FILE, read_record
 from fl_lightning.cli import naming
 from fl_lightning.cli.naming import REPEATED
@@ -28,7 +29,7 @@ NEEDED = {"metrics", "rounds", "seconds", "engine", "bytes", "curves", "clients"
 
 
 class _Plain(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads what Lightning's logger wrote; a tuple or another object of Python's is None."""
+    """Reads the logger's YAML; tuples and other Python objects become None."""
 
 
 _Plain.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
@@ -36,7 +37,7 @@ _Plain.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix,
 
 @dataclass(frozen=True)
 class Run:
-    """A run: what it was, and what came out.
+    """Settings and results of a run.
 
     Args:
         name: how it is called in tables.
@@ -70,7 +71,7 @@ class Run:
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """Everything's last value, and the fairness of the last validation; fractions, variance in percent squared."""
+        """Last values of all metrics, and the last validation's fairness; fractions, variance in percent squared."""
         found = {name: values[-1] for name, (_, values) in self.curves.items() if values}
         if self.scores.size:
             groups = self.members
@@ -118,20 +119,20 @@ class Run:
 
     @property
     def identity(self) -> str:
-        """Equal for runs that differ in their seed alone."""
+        """Equal for runs that differ only in their seed."""
         return json.dumps({k: v for k, v in self.settings.items() if k not in REPEATED}, sort_keys=True, default=str)
 
 
 def find(paths: Iterable[str]) -> list[Run]:
-    """The runs in the given folders and below, in order, each once, with names that tell them apart."""
+    """The runs in the given folders and below, in order, each once, with unique names."""
     folders: dict[Path, None] = {}
     for text in paths:
         path = Path(text)
         if not path.exists():
-            raise FederationError(f"There is no run {text}: give the folder that a fit wrote its logs to.")
+            raise FederationError(f"There is no run {text}: give the log folder of a fit.")
         found = _folders(path if path.is_dir() else path.parent)
         if not found:
-            raise FederationError(f"There is no run in {text}: give the folder that a fit wrote its logs to.")
+            raise FederationError(f"There is no run in {text}: give the log folder of a fit.")
         folders |= dict.fromkeys(found)
     return _named([read(folder) for folder in folders])
 
@@ -194,7 +195,7 @@ def _reproduced(folder: Path) -> Run:
 
 
 def _result(path: Path) -> dict[str, Any]:
-    """Read the result of a cell, or say in a sentence what is wrong with the file."""
+    """Read the result of a cell, or raise a one-sentence error."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -205,14 +206,14 @@ def _result(path: Path) -> dict[str, Any]:
 
 
 def _logged(folder: Path) -> Run:
-    """A run that kept TensorBoard's events alone: its curves, and the traffic that they add up to."""
+    """A run with TensorBoard events only: its curves and total traffic."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     curves: dict[str, Curve] = {}
     for tag in events.Tags()["scalars"]:
-        if tag not in ("epoch", "hp_metric"):
+        if tag not in ("epoch", "hp_metric") and tag.partition("/")[0] not in GROUPS.values():
             points = events.Scalars(tag)
             curves[tag] = [point.step for point in points], [point.value for point in points]
     sums = [int(sum(curves[f"comm/{way}_bytes"][1])) for way in ("up", "down") if f"comm/{way}_bytes" in curves]
@@ -225,9 +226,7 @@ def _hparams(folder: Path) -> dict[str, Any]:
     try:
         found = yaml.load(path.read_text(), _Plain) if path.exists() else None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise FederationError(
-            f"{path} cannot be read: remove it, and the run is compared without its settings."
-        ) from error
+        raise FederationError(f"{path} cannot be read: remove it to compare the run without its settings.") from error
     return {k: v for k, v in (found or {}).items() if v is None or isinstance(v, bool | int | float | str)}
 
 

@@ -23,32 +23,37 @@ from fl_lightning.flower.needed import needed
 from fl_lightning.remote import RemoteClients, SiteData
 
 log = logging.getLogger(__name__)
-#: Seconds between two looks for keys of new sites.
+#: Seconds between checks for keys of new sites.
 LOOK = 2.0
 
 
 class ServeCLI(SideCLI):
-    """Options of a server besides method, data and Trainer."""
+    """Server options in addition to method, data and Trainer."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of a server."""
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--clients", type=int, required=True, help="how many clients the federation has")
+        parser.add_argument("--clients", type=int, required=True, help="number of clients in the federation")
         parser.add_argument(
-            "--min_clients", type=int | None, help="clients without which no round ends; all unless given"
+            "--min_clients", type=int | None, help="minimum number of clients to finish a round; default: all"
         )
-        parser.add_argument("--patience", type=float, default=600.0, help="seconds that clients may take to answer")
-        parser.add_argument("--attempts", type=int, default=3, help="how often clients that are needed are asked")
+        parser.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a client's answer")
+        parser.add_argument("--attempts", type=int, default=3, help="attempts to reach the clients that a round needs")
         parser.add_argument("--host", type=str, default="0.0.0.0", help="address to listen on")
         parser.add_argument("--port", type=int, default=PORT, help="port to listen on")
-        parser.add_argument("--names", type=list[str], default=[], help="names and addresses by which sites reach it")
         parser.add_argument(
-            "--home", type=str, default="federation", help="folder for keys and Flower's files; sites/ has sites' keys"
+            "--names", type=list[str], default=[], help="host names and addresses for the server's certificate"
         )
         parser.add_argument(
-            "--attach", action="store_true", help="start no superlink: wait for 'flwr run' on one of your own"
+            "--home",
+            type=str,
+            default="federation",
+            help="folder for keys and Flower's files; sites' keys are in sites/",
         )
-        parser.add_argument("--ckpt_path", type=str | None, help="go on from a checkpoint; last finds the newest")
+        parser.add_argument(
+            "--attach", action="store_true", help="do not start a superlink: wait for 'flwr run' on your own"
+        )
+        parser.add_argument("--ckpt_path", type=str | None, help="resume from a checkpoint; last finds the newest")
 
 
 def main(argv: list[str]) -> None:
@@ -90,7 +95,7 @@ def main(argv: list[str]) -> None:
 
 @contextmanager
 def superlink(config: Any) -> Iterator[Any]:
-    """Flower's superlink as a child, and the way to the sites over it; all of it ends at the end."""
+    """Flower's superlink as a child process, and the transport over it; both end on exit."""
     from fl_lightning.flower.bridge import GridTransport
     from fl_lightning.flower.keys import server_keys
     from fl_lightning.flower.sockets import socket_path
@@ -128,7 +133,7 @@ def superlink(config: Any) -> Iterator[Any]:
 
 
 def _register(link: Any, sites: Path, stop: threading.Event) -> None:
-    """Let sites in whose public keys lie in a folder, also those that come later."""
+    """Admit sites whose public keys are in a folder, including keys added later."""
     known: set[Path] = set()
     while not stop.is_set():
         new = {key.stem: key for key in sorted(sites.glob("*.pub")) if key not in known}
@@ -140,7 +145,7 @@ def _register(link: Any, sites: Path, stop: threading.Event) -> None:
 
 
 def _announce(cli: ServeCLI, remote: RemoteClients) -> None:
-    """Say what the run is, and how sites join."""
+    """Print the run, and how sites join."""
     if cli.config["quiet"]:
         return
     home, port = cli.config["home"], cli.config["port"]
@@ -150,12 +155,12 @@ def _announce(cli: ServeCLI, remote: RemoteClients) -> None:
     how = "--insecure" if cli.config["insecure"] else f"--authority {home}/keys/authority.pem"
     print(f"sites join with: fl-lightning join --config ... --client K --superlink HOST:{port} {how}")
     if not cli.config["insecure"]:
-        print(f"a site's public key goes into {home}/sites")
+        print(f"put each site's public key into {home}/sites")
 
 
 def table(remote: RemoteClients, scores: list[float], headline: str) -> Table:
     """Scores of each client's model on its own test samples."""
-    shown = Table(title=f"{headline} on each client's own test samples, told by the sites")
+    shown = Table(title=f"{headline} on each client's own test samples, reported by the sites")
     for heading in ("client", "training samples", headline):
         shown.add_column(heading, justify="right")
     for client, score in enumerate(scores):

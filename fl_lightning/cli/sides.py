@@ -1,4 +1,4 @@
-"""Arguments and checks that the commands of a real federation share: ``serve``, ``join`` and ``federation``."""
+"""Shared arguments and checks of ``serve``, ``join`` and ``federation``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from fl_lightning.cli.lightning import FederatedCLI, given
+from fl_lightning.cli.lightning import FederatedCLI, about, given
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 
-#: Where sites reach a server unless another port is said.
+#: Default port of the server.
 PORT = 8000
 
 
 class SideCLI(FederatedCLI):
-    """Method, data and Trainer as ``fit`` takes them, for one side of a federation."""
+    """Method, data and Trainer as in ``fit``, for one side of a federation."""
 
     def __init__(self, argv: list[str], **options: Any) -> None:
-        super().__init__(args=given(argv, argv[1:]), run=False, **options)
+        names = {"prog": f"fl-lightning {argv[0]}", **about(argv[0])}
+        super().__init__(args=given(argv, argv[1:]), run=False, parser_kwargs=names, **options)
         if self.config["dry_run"]:
             raise FederationError(f"--dry_run is an option of fit, not of {argv[0]}.")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of both sides."""
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--insecure", action="store_true", help="without TLS and keys: for trials on one machine")
+        parser.add_argument(
+            "--insecure", action="store_true", help="use no TLS and no keys: only for trials on one machine"
+        )
 
     def prepared(self) -> FederatedModule:
         """The method in the precision of the run, as a fit would have it."""
@@ -42,7 +45,7 @@ class SideCLI(FederatedCLI):
 
 
 def talk(quiet: bool) -> None:
-    """Let the library's own messages be seen, a line each."""
+    """Print the library's log messages, one line each."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     own = logging.getLogger("fl_lightning")
@@ -51,10 +54,10 @@ def talk(quiet: bool) -> None:
 
 
 def folder(path: str) -> Path:
-    """A folder that can be written to, made if need be."""
+    """A writable folder, created if necessary."""
     made = Path(path)
     try:
         made.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise FederationError(f"{made} cannot be written to ({error.strerror}): name another folder.") from error
+        raise FederationError(f"{made} is not writable ({error.strerror}): choose another folder.") from error
     return made

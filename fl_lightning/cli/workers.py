@@ -1,4 +1,4 @@
-"""Calls in processes of their own, a few at a time: one that fails or dies takes no other with it."""
+"""Calls in separate processes, a few at a time; a failing or dying one does not affect the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 
 class Workers:
-    """Processes that carry out calls. Used in a ``with``; left by an exception, such as Ctrl-C, it ends them all.
+    """Context manager of worker processes; an exception, such as Ctrl-C, ends them all.
 
     Every process has a pool of its own: were they in one, that of a process which is killed would be lost to all.
 
@@ -32,11 +32,11 @@ class Workers:
 
     @property
     def free(self) -> bool:
-        """Whether another call can begin."""
+        """Whether another call can start."""
         return len(self.running) < self.number
 
     def begin(self, work: Callable[..., Any], *arguments: Any) -> None:
-        """Begin a call."""
+        """Start a call."""
         # Spawned, not forked: every process starts clean, with threads of its own.
         context = multiprocessing.get_context("spawn")
         pool = self._idle.pop() if self._idle else ProcessPoolExecutor(1, context, end_with_parent)
@@ -49,7 +49,7 @@ class Workers:
         self.running[future], self._pools[future] = arguments, pool
 
     def ended(self, timeout: float = 1.0) -> Sequence[tuple[tuple[Any, ...], Future[Any]]]:
-        """Arguments and outcomes of the calls that are over, as soon as there are any, after the timeout none."""
+        """Wait for finished calls; returns their arguments and outcomes, none after the timeout."""
         over = wait(self.running, timeout=timeout, return_when=FIRST_COMPLETED).done
         for future in over:
             pool = self._pools.pop(future)
@@ -71,7 +71,7 @@ class Workers:
 
 
 def end_with_parent() -> None:
-    """Let this process end as soon as the one that started it does, however that was ended.
+    """End this process when its parent ends, however that happens.
 
     Else a run would go on after its command was killed, beside the one that a new command starts in the same folder.
     """

@@ -367,7 +367,7 @@ def _check_samples(samples: Samples, name: str) -> None:
     """Refuse samples without labels or the other way round, and inputs that are no numbers."""
     inputs, targets = samples.inputs, samples.targets
     if len(inputs) != len(targets) or not len(targets):
-        raise FederationError(f"{name} has {len(inputs)} inputs and {len(targets)} targets: each needs the other.")
+        raise FederationError(f"{name} has {len(inputs)} inputs and {len(targets)} targets: give one target per input.")
     if inputs.is_floating_point():
         bad = torch.nonzero(~torch.isfinite(inputs.flatten(1) if inputs.dim() > 1 else inputs[:, None]).all(1))
         if len(bad):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.summary import Summary
-from fl_lightning.pictures import COLOURS, canvas
+from fl_lightning.pictures import COLOURS, canvas, letters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,10 +39,12 @@ def partition_figure(summary: Summary, title: str) -> Figure:
     shown = np.unique(np.linspace(0, clients - 1, min(clients, _MOST_CLIENTS)).astype(np.int64))
     maps = summary.label_maps
     heights = [1.0, 0.3 * classes] + ([0.3 * classes] if maps is not None else [])
-    figure = canvas(9, 1.4 + sum(heights))
+    enlarged = letters() / 10
+    figure = canvas(9 if enlarged == 1 else 6.5, 1.4 * enlarged + sum(heights))
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     thinned = "" if len(shown) == clients else f" ({len(shown)} of {clients:,} clients shown)"
-    axes[0].set_title(fill(title + thinned, 120), fontsize=9, loc="left")
+    across = 120 if enlarged == 1 else 50
+    axes[0].set_title(fill(title + thinned, across), fontsize=0.9 * letters(), loc="left")
     _draw_sizes(axes[0], summary, shown)
     _draw_shares(axes[1], summary, shown)
     if maps is not None:
@@ -60,8 +62,8 @@ def _draw_sizes(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None:
     edge = 0.8 if len(shown) <= 200 else 1.0
     axes.bar(place, train, width=edge, color=colours)
     axes.bar(place, test, width=edge, bottom=train, color=colours, alpha=0.4)
-    axes.set_ylabel("samples\n(pale: test)", fontsize=8)
-    axes.tick_params(labelsize=8)
+    axes.set_ylabel("samples\n(pale: test)", fontsize=0.8 * letters())
+    axes.tick_params(labelsize=0.8 * letters())
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -78,7 +80,7 @@ def _draw_shares(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None
         axes.vlines(np.arange(len(shown) - 1) + 0.5, -0.5, shares.shape[1] - 0.5, color="white", linewidth=0.8)
     axes.set_ylabel("class")
     axes.set_yticks(range(shares.shape[1]) if shares.shape[1] <= 30 else [0, shares.shape[1] - 1])
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=0.8 * letters())
     modes = np.unique(summary.modes)
     patches = []
     for mode in modes:
@@ -86,9 +88,16 @@ def _draw_shares(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None
         clients = int((summary.modes == mode).sum())
         patches.append(Patch(color=COLOURS[mode % len(COLOURS)], label=f"{who}{clients:,} clients"))
     scale = f"share of the client's training samples: white 0, full colour {shares.max():.2g}"
+    if letters() > 10:
+        scale = f"share of samples: 0 to {shares.max():.2g}"
     patches.append(Patch(facecolor="white", edgecolor="grey", label=scale))
     axes.legend(
-        handles=patches, fontsize=8, ncols=len(patches), loc="lower right", bbox_to_anchor=(1, 1), frameon=False
+        handles=patches,
+        fontsize=0.8 * letters(),
+        ncols=len(patches) if letters() == 10 else 2,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
     )
 
 
@@ -101,9 +110,9 @@ def _draw_labels(axes: Axes, maps: NDArray[np.int64]) -> None:
         for (client, label), own in np.ndenumerate(maps):
             weight = "normal" if moved[client, label] else "bold"
             axes.text(client, label, str(own), ha="center", va="center", fontsize=8, fontweight=weight)
-    axes.set_ylabel("class, and what\nthe client calls it", fontsize=8)
+    axes.set_ylabel("class, and what\nthe client calls it", fontsize=0.8 * letters())
     axes.set_yticks(range(maps.shape[1]))
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=0.8 * letters())
 
 
 def _client_ticks(axes: Axes, shown: NDArray[np.int64]) -> None:

@@ -1,4 +1,4 @@
-"""How a cohort is trained: one client at a time, or stacked; the results agree."""
+"""Engines: train a cohort one client at a time, or stacked, with equal results."""
 
 from fl_lightning import arguments
 from fl_lightning.engine.auto import ENGINES, AutoEngine, settled
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-#: Processes of a run; more of them are a slip.
+#: Maximum number of processes; larger numbers are taken for a typing error.
 MOST_WORKERS = 256
 
 
@@ -57,9 +57,9 @@ def make_engine(name: str, width: int = 16, workers: int = 1, timeout: float | N
 
     Args:
         name: ``auto``, ``sequential``, ``stacked`` or ``captured``.
-        width: how many clients are trained together at most.
-        workers: how many processes the clients are shared out to.
-        timeout: seconds without a local step after which a worker hangs; None takes ``FL_LIGHTNING_TIMEOUT``.
+        width: maximum number of clients trained together.
+        workers: number of processes among which clients are divided.
+        timeout: seconds without a local step after which a worker counts as hung; None takes ``FL_LIGHTNING_TIMEOUT``.
     """
     arguments.whole("clients_per_stack", width, 1)
     arguments.whole("workers", workers, 1, MOST_WORKERS)

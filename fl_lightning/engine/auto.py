@@ -1,4 +1,4 @@
-"""The engine that picks an engine: probe real steps, keep the fastest way that agrees with the sequential one."""
+"""The engine that picks an engine: time a few real steps and keep the fastest that agrees with the sequential one."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from fl_lightning.local_optim import SGD
 ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
     engine.name: engine for engine in (SequentialEngine, StackedEngine, CapturedEngine, CompiledEngine)
 }
-#: What is tried against sequential training, in this order.
+#: Engines that are tried against the sequential one, in this order.
 CANDIDATES = ("stacked", "captured")
-#: Relative disagreement of the probed weights that is put down to rounding.
+#: Relative difference of the probed weights that rounding can explain.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-#: A faster engine must win by this factor; below it the choice would be noise.
+#: A faster engine must win by this factor; smaller differences are noise.
 MARGIN = 1.05
-#: Steps of a short and of a long probe: what a round costs at its beginning is told apart from what its steps cost.
+#: Steps of a short and a long probe, to separate the set-up cost of a round from the cost per step.
 SHORT, LONG = 1, 5
-#: A stacked step of so many seconds is all arithmetic: a capture, which spares calls, takes as long. Such steps are
-#: given up where they are slower than sequential ones by the factor, before time is spent on tracing them.
+#: Stacked steps of this many seconds are dominated by arithmetic, so capturing cannot help. If they are also slower
+#: than sequential ones by this factor, tracing is skipped.
 LENGTHY, CLEARLY = 0.5, 1.15
 
 
 class AutoEngine(Engine):
-    """Probes a few real steps of the first round and then works as the engine it chose.
+    """Probes a few real steps of the first round and then delegates to the engine it chose.
 
     Args:
-        width: how many clients are trained together at most.
+        width: maximum number of clients trained together.
     """
 
     name = "auto"
@@ -58,11 +58,11 @@ class AutoEngine(Engine):
         return None if self._engine is None else self._engine.name
 
     def settle(self, choice: str) -> None:
-        """Work as the named engine from now on, without a probe."""
+        """Use the named engine from now on, without a probe."""
         self._engine, self.reason = ENGINES[choice](self.width), "chosen by the run that wrote the checkpoint"
 
     def reset(self) -> None:
-        """Let the chosen engine forget what it prepared; the choice stays."""
+        """Release what the chosen engine prepared; the choice stays."""
         if self._engine is not None:
             self._engine.reset()
 
@@ -78,7 +78,7 @@ class AutoEngine(Engine):
         return self.choose(method, federation, jobs, round).train(method, federation, jobs, round, max_steps)
 
     def choose(self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int) -> Engine:
-        """The engine that is chosen, by a probe of these clients unless it was chosen before."""
+        """Return the chosen engine; on the first call, choose it by a probe of these clients."""
         if self._engine is None:
             self._engine, self.reason = self._probe(method, federation, jobs, round)
             rank_zero_info(f"Engine: {self._engine.name} ({self.reason}).")
@@ -101,12 +101,12 @@ class AutoEngine(Engine):
         for name in CANDIDATES:
             candidate = probe(name)
             if isinstance(candidate.engine, CapturedEngine):
-                candidate.engine.seldom = 0  # a probe is short
+                candidate.engine.seldom = 0  # trace at once, as a probe has few steps
             refused = candidate.refusal(reference)
             if refused:
-                break  # what cannot be stacked cannot be captured either
+                break  # a move that cannot be stacked cannot be captured either
             agreed.append(candidate)
-            if name == "stacked" and (hopeless := _hopeless(sequential, candidate)):
+            if name == "stacked" and (hopeless := _skip_capture(sequential, candidate)):
                 return sequential.engine, hopeless
         if len(agreed) == 1:
             return sequential.engine, refused
@@ -123,11 +123,11 @@ class Probe:
         self.engine, self.method, self.federation, self.jobs, self.round = engine, method, federation, jobs, round
 
     def run(self, steps: int = 2) -> list[Result]:
-        """Train every client for a few steps of each phase, from the jobs' states."""
+        """Train every client for a few steps of each phase, from the jobs' initial states."""
         return self.engine.train(self.method, self.federation, self.jobs, self.round, max_steps=steps)
 
     def plain(self) -> Probe:
-        """The same steps by SGD: an adaptive optimizer makes of rounding as much as of a gradient."""
+        """Return this probe with plain SGD: adaptive optimizers amplify rounding errors."""
         local = self.method.local
         if type(local.rule) is SGD:
             return self
@@ -136,10 +136,10 @@ class Probe:
         return Probe(self.engine, method, self.federation, self.jobs, self.round)
 
     def refusal(self, reference: Sequence[Result]) -> str:
-        """Why this engine cannot be used, empty if it can: it fails, or disagrees with the reference."""
+        """Return why this engine cannot be used, empty if it can: it fails, or disagrees with the reference."""
         try:
             results = self.plain().run()
-        except Exception as error:  # whatever a net does that vmap or a trace cannot
+        except Exception as error:  # the net does something that vmap or tracing cannot
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             return f"the net cannot be {self.engine.name}: {first}"
         difference = disagreement(reference, results)
@@ -148,8 +148,8 @@ class Probe:
         return f"{self.engine.name} training differs from sequential training by {difference:.1e}"
 
 
-def _hopeless(sequential: Probe, stacked: Probe) -> str:
-    """Why stacked steps need not be captured to be known as slow, empty if they may be worth it."""
+def _skip_capture(sequential: Probe, stacked: Probe) -> str:
+    """Return why captured steps cannot be faster than sequential ones, empty if they may be."""
     one, other = fastest_runs([sequential, stacked], SHORT, repeats=2)
     if other < LENGTHY or other < CLEARLY * one:
         return ""
@@ -157,9 +157,9 @@ def _hopeless(sequential: Probe, stacked: Probe) -> str:
 
 
 def _fastest(probes: Sequence[Probe], steps: int) -> tuple[str, str]:
-    """The engine that wins a round of so many steps by a margin, the simpler one if none does, and why.
+    """Return the fastest engine for a round of ``steps`` and the reason; without a clear winner, the simplest one.
 
-    A capture does what it was captured from with fewer calls: that it takes a little longer is noise.
+    Captured steps run the stacked engine's operations with less overhead, so they may lose by noise only.
     """
     seconds = race(probes, steps)
     best = 0
@@ -171,22 +171,21 @@ def _fastest(probes: Sequence[Probe], steps: int) -> tuple[str, str]:
         speeds = ", ".join(
             f"{p.engine.name} {seconds[0] / s:.2f}" for p, s in zip(probes[1:], seconds[1:], strict=True)
         )
-        return probes[0].engine.name, f"the others run at these parts of its speed: {speeds}"
+        return probes[0].engine.name, f"the others run at these shares of its speed: {speeds}"
     return probes[best].engine.name, f"{seconds[0] / seconds[best]:.2f} times the speed of sequential training"
 
 
 def race(probes: Sequence[Probe], steps: int, budget: float = 1.0, repeats: int = 10) -> list[float]:
-    """Seconds that each probe would take for so many steps of every phase.
+    """Estimate the seconds that each probe needs for ``steps`` steps of every phase.
 
-    Engines prepare things once a round, such as samples that are seen many times, so that a probe's time is not in
-    proportion to its steps. Probes take turns, at least twice: what else the machine does hits all of them. The best
-    time counts.
+    Engines have set-up costs per round, so time is not proportional to steps. Probes alternate, at least twice, so that
+    other load of the machine affects all of them alike. The best times count.
     """
     best = [(float("inf"), float("inf")) for _ in probes]
     began = time.perf_counter()
     for repeat in range(repeats):
         short = fastest_runs(probes, SHORT)
-        # Beside lengthy steps preparation is nothing.
+        # For long steps, set-up is negligible.
         long = [LONG / SHORT * s for s in short] if min(short) >= LENGTHY else fastest_runs(probes, LONG)
         best = [(min(a, s), min(b, t)) for (a, b), s, t in zip(best, short, long, strict=True)]
         if repeat > 0 and time.perf_counter() - began > budget:
@@ -195,7 +194,7 @@ def race(probes: Sequence[Probe], steps: int, budget: float = 1.0, repeats: int 
 
 
 def fastest_runs(probes: Sequence[Probe], steps: int, repeats: int = 1) -> list[float]:
-    """Seconds of each probe's fastest run of so many steps; probes take turns."""
+    """Return the seconds of each probe's fastest run of ``steps`` steps; probes alternate."""
     best = [float("inf")] * len(probes)
     for _ in range(repeats):
         for i, probe in enumerate(probes):
@@ -206,9 +205,9 @@ def fastest_runs(probes: Sequence[Probe], steps: int, repeats: int = 1) -> list[
 
 
 def predicted(short: float, long: float, steps: int) -> float:
-    """Seconds of so many steps, by those of a short and of a long probe.
+    """Extrapolate the seconds of ``steps`` steps from a short and a long probe.
 
-    A long probe that took no longer than a short one was measured on a busy machine, and tells nothing of preparation.
+    If the long probe was not slower than the short one, the machine was busy, and set-up is ignored.
     """
     if long <= short:
         return long * steps / LONG
@@ -216,17 +215,16 @@ def predicted(short: float, long: float, steps: int) -> float:
 
 
 def round_steps(method: LocalMethod, federation: Federation, jobs: Sequence[Job]) -> int:
-    """How many steps the largest of these clients takes in the longest phase of a round."""
+    """Return how many steps the largest of these clients takes in the longest phase of a round."""
     size = max(len(federation.train[job.client]) for job in jobs)
     full, rest = batch_sizes(size, method.local.batch_size, method.batch_statistics)
     return max(min(phase.epochs * (full + (rest > 0)), steps_left(phase, 0, None)) for phase in method.phases())
 
 
 def disagreement(left: Sequence[Result], right: Sequence[Result]) -> float:
-    """Largest difference between two engines' states, relative to the largest entry of each tensor.
+    """Return the largest difference between two engines' states, relative to the largest entry of each tensor.
 
-    NaN agrees with NaN and with nothing else; integers agree if they are equal. What does not agree in this way differs
-    by infinity.
+    NaN equals NaN only, and integers must be equal; any other difference of this kind counts as infinite.
     """
     pairs = ((value, b.state[name]) for a, b in zip(left, right, strict=True) for name, value in a.state.items())
     return max((_difference(value, other) for value, other in pairs), default=0.0)
@@ -243,5 +241,5 @@ def _difference(value: Tensor, other: Tensor) -> float:
 
 
 def settled(engine: Engine) -> Engine:
-    """The engine for work outside the rounds: the one that ``auto`` chose, the sequential one while it has not."""
+    """Return the engine for work outside of rounds: the one chosen by ``auto``, or sequential before the choice."""
     return SequentialEngine(engine.width) if engine.choice is None else engine

@@ -1,4 +1,4 @@
-"""The engine's interface."""
+"""Interface of engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MANY = 2**63
 
 
 class Engine(ABC):
-    """Trains clients of one round. All engines give the same result; they differ in speed.
+    """Trains clients of one round. All engines give the same results and differ in speed only.
 
     Args:
-        width: how many clients are trained together at most.
+        width: maximum number of clients trained together.
     """
 
     name: str
@@ -28,18 +28,18 @@ class Engine(ABC):
 
     @property
     def choice(self) -> str | None:
-        """The engine that does the work; None while that is open."""
+        """Name of the engine that does the work; None before it is chosen."""
         return self.name
 
     def choose(self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int) -> Engine:
-        """The engine that does the work, which may be found by a probe of these clients."""
+        """Return the engine that does the work, possibly chosen by a probe of these clients."""
         return self
 
-    def settle(self, choice: str) -> None:  # noqa: B027 - most engines leave nothing open
-        """Take a choice that was made earlier, such as by the run that wrote a checkpoint."""
+    def settle(self, choice: str) -> None:  # noqa: B027 - most engines have no choice
+        """Use an earlier choice, such as the one in a checkpoint."""
 
-    def reset(self) -> None:  # noqa: B027 - most engines have nothing to forget
-        """Forget what was prepared for a run; called when the next one begins."""
+    def reset(self) -> None:  # noqa: B027 - most engines prepare nothing
+        """Release what was prepared for a run; called when the next one begins."""
 
     @abstractmethod
     def train(
@@ -53,11 +53,11 @@ class Engine(ABC):
         """Train every job's client from its state.
 
         Args:
-            method: what a local step is.
+            method: defines the local steps.
             federation: the clients' data.
-            jobs: the clients and the states they start from; at most ``width``.
+            jobs: the clients and their initial states; at most ``width``.
             round: the round, from 0.
-            max_steps: only the first epoch of every phase and at most this many steps of it; None runs all.
+            max_steps: train only the first epoch of every phase, for at most this many steps; None trains fully.
 
         Returns:
             One result per job, in the order of the jobs.
@@ -65,24 +65,24 @@ class Engine(ABC):
 
 
 def epochs_of(phase: Phase, max_steps: int | None) -> int:
-    """Epochs of a phase: all, or just the first when steps are limited."""
+    """Return the epochs of a phase: all, or only the first if steps are limited."""
     return phase.epochs if max_steps is None else min(phase.epochs, 1)
 
 
 def steps_left(phase: Phase, taken: int, max_steps: int | None) -> int:
-    """How many steps of an epoch a client takes at most, after so many that it took in the phase."""
+    """Return the maximum number of steps of an epoch, after ``taken`` steps of the phase."""
     bounds = [MANY if phase.steps is None else phase.steps - taken, MANY if max_steps is None else max_steps]
     return min(bounds)
 
 
 def steps_of(method: LocalMethod, size: int) -> int:
-    """How many steps a client of so many samples takes in a round."""
+    """Return the number of steps that a client with ``size`` samples takes in a round."""
     full, rest = batch_sizes(size, method.local.batch_size, method.batch_statistics)
     return sum(min(phase.epochs * (full + (rest > 0)), steps_left(phase, 0, None)) for phase in method.phases())
 
 
 def moves_of(method: LocalMethod, phase: Phase) -> tuple[list[Move], list[Move]]:
-    """The moves of a phase's first minibatch and of the others, with the clipping that the local training asks for."""
+    """Return the moves of a phase's first minibatch and of the others, with gradient clipping if it is set."""
     clip = method.local.clip_norm
     moves = method.moves(phase)
     known = {move: move if clip is None else clipped(move, clip) for move in (*moves, *method.opening(phase))}

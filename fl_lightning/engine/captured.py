@@ -1,4 +1,4 @@
-"""The stacked step captured once per shape and replayed: no autograd, no vmap, only the operations that are left."""
+"""Stacked steps traced once per shape and replayed, without the overhead of autograd and vmap."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fl_lightning.engine.contract import Batch, Move, Phase, Update
-from fl_lightning.engine.graph import Lean, lean
+from fl_lightning.engine.graph import OptimizedStep, optimize
 from fl_lightning.engine.stacked import MappedMove, Part, StackedEngine, flat_move
 from fl_lightning.wire import State
 
 
 class CapturedEngine(StackedEngine):
-    """Stacked training with each different step traced once and replayed from then on.
+    """Stacked training in which each distinct step is traced once and then replayed.
 
-    A step is different if its phase, its move, the names of its tensors or their shapes are. Whatever changes between
-    steps must therefore reach a move as a tensor (``Batch.scalars``, ``Batch.noise``, the state): Python numbers are
-    frozen in the trace until the next run. Weight gradients that are matrix products are multiplied straight into the
-    weights; but for the rounding of that, the arithmetic is that of ``stacked``.
+    Steps are distinct if their phase, move, or the names or shapes of their tensors differ. Values that change between
+    steps must therefore reach a move as tensors (``Batch.scalars``, ``Batch.noise``, the state): Python numbers are
+    frozen in the trace until the next run. Weight gradients that are matrix products are multiplied directly into the
+    weights; apart from the rounding of that, the arithmetic is that of ``stacked``.
 
-    A trace costs as much as it saves in dozens of steps. Steps of a shape that is seldom seen, as those of last partial
-    batches, are run as ``stacked`` runs them until so many rounds are over that a trace would have paid off. That
-    depends on the round and its clients alone, so a run that is resumed does the same.
+    A trace costs as much as it saves in dozens of steps. Steps with rare shapes, such as last partial batches, run as
+    in ``stacked`` until enough rounds have passed for a trace to pay off. That depends on the round and its clients
+    alone, so a resumed run does the same.
     """
 
     name = "captured"
-    #: How many steps pay for a trace; of convolutions, which take their time either way, so many times as many.
+    #: Number of steps that pay for a trace, and its factor for convolutions, where a trace saves less.
     seldom, convolved = 10, 5
 
     def __init__(self, width: int = 16) -> None:
@@ -37,11 +37,11 @@ class CapturedEngine(StackedEngine):
         self._traces: dict[Any, Trace] = {}
 
     def reset(self) -> None:
-        """Forget the traces."""
+        """Drop the traces."""
         self._traces.clear()
 
     def mapped(self, move: Move, position: int, phase: Phase) -> MappedMove:
-        """The move mapped over the stack, by replay."""
+        """Return the move mapped over the stack, by replay."""
         plain = super().mapped(move, position, phase)
 
         def replay(part: Part, batch: Batch) -> Update:
@@ -56,8 +56,8 @@ class CapturedEngine(StackedEngine):
         return replay
 
     def runner(self, trace: Trace, part: Part) -> Callable[..., Sequence[Tensor]]:
-        """Runner of the operations of a trace."""
-        return trace.lean.run
+        """Return the function that replays a trace."""
+        return trace.step.run
 
     def _trace(self, move: Move, position: int, phase: Phase, state: State, batch: Batch) -> Trace:
         leaves = [*state.values(), *_leaves(batch)]
@@ -77,7 +77,7 @@ def _leaves(batch: Batch) -> list[Tensor]:
 
 
 class Trace:
-    """The operations of a mapped move, and the names of what they return."""
+    """The operations of a mapped move, and the names of their outputs."""
 
     def __init__(self, move: Move, phase: Phase, state: State, batch: Batch) -> None:
         names: list[Sequence[str]] = []
@@ -88,26 +88,26 @@ class Trace:
             names[:] = [tuple(part) for part in update[1:]]
             return [update.loss, *(value for part in update[1:] for value in part.values())]
 
-        trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)  # a net may have constants of its own
+        trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)  # the net may have constants
         graph = trace(*state.values(), *_leaves(batch))
         self.names = names
         number = {name: i for i, name in enumerate(state)}
         grads, replaced, added = names
         outputs = list(enumerate((*grads, *replaced, *added), start=1))
         changes = {i: number[name] for i, name in outputs if not 0 <= i - 1 - len(grads) < len(replaced)}
-        self.lean: Lean = lean(graph, len(state), changes, [number[name] for name in replaced])
+        self.step: OptimizedStep = optimize(graph, len(state), changes, [number[name] for name in replaced])
 
 
 class _Bound:
-    """A trace with the memory of one part of the stack."""
+    """A trace bound to the memory of one part of the stack."""
 
     def __init__(self, trace: Trace, run: Callable[..., Sequence[Tensor]], part: Part) -> None:
         self.trace, self.run = trace, run
-        self.given = [*trace.lean.bind(*part.state.values()), *part.state.values()]
+        self.given = [*trace.step.bind(*part.state.values()), *part.state.values()]
 
     def __call__(self, batch: Batch) -> Update:
-        lean = self.trace.lean
-        returned = iter(lean.outputs(self.run(*self.given, *_leaves(batch))))
+        step = self.trace.step
+        returned = iter(step.outputs(self.run(*self.given, *_leaves(batch))))
         loss = next(returned)
         parts = [dict(zip(names, islice(returned, len(names)), strict=True)) for names in self.trace.names]
         return Update(loss, *parts)  # type: ignore[arg-type]

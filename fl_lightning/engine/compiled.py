@@ -13,14 +13,14 @@ from fl_lightning.errors import FederationError
 
 
 class CompiledEngine(CapturedEngine):
-    """Captured training with steps that are made very often compiled by ``torch.compile``; for long runs.
+    """Captured training whose most frequent steps are compiled by ``torch.compile``; for long runs.
 
-    Compiling a step takes seconds, up to a minute, and a C++ compiler. Whether a step is compiled depends on the round
-    and its clients alone, as whether it is traced does.
+    Compiling a step takes between seconds and a minute, and needs a C++ compiler. Like tracing, the decision depends on
+    the round and its clients alone.
     """
 
     name = "compiled"
-    #: How many steps pay for compiling one.
+    #: Number of steps that pay for compiling one.
     worth = 2000
 
     def __init__(self, width: int = 16) -> None:
@@ -28,16 +28,16 @@ class CompiledEngine(CapturedEngine):
         self._compiled: dict[Trace, Callable[..., Sequence[Tensor]]] = {}
 
     def reset(self) -> None:
-        """Forget traces and what was compiled of them."""
+        """Drop traces and compiled steps."""
         super().reset()
         self._compiled.clear()
 
     def runner(self, trace: Trace, part: Part) -> Callable[..., Sequence[Tensor]]:
-        """The compiled operations of a trace, where that pays off."""
+        """Return the function that replays a trace, compiled if that pays off."""
         if part.often < self.worth:
             return super().runner(trace, part)
         if trace not in self._compiled:
-            self._compiled[trace] = _compiled(trace.lean.run)
+            self._compiled[trace] = _compiled(trace.step.run)
         return self._compiled[trace]
 
 

@@ -1,4 +1,4 @@
-"""The interface of engine and method for one client's local training."""
+"""The interface between engine and method for one client's local training."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from fl_lightning.local_optim import SGD, LocalOptimizer
 from fl_lightning.schedules import AnySchedule, Constant, Counted, describe, value_at
 from fl_lightning.wire import State
 
-#: Epochs of a round, and samples of a batch; more of them are a slip.
+#: Maximum number of epochs, and of samples in a batch; larger numbers are taken for a typing error.
 MOST = 1_000_000
 ScheduleUnit = Literal["round", "epoch", "step"]
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How a client trains.
+    """Settings of local training.
 
     Args:
         lr: learning rate.
         epochs: passes over the client's data per round, 1 or more.
         batch_size: minibatch size; the last batch of a pass may be smaller.
         momentum: momentum, as in ``torch.optim.SGD``.
-        weight_decay: weight decay, as the optimizer has it.
-        clip_norm: bound on the norm of a client's gradient at every step; None does not clip.
+        weight_decay: weight decay, as defined by the optimizer.
+        clip_norm: maximum norm of a client's gradient at every step; None does not clip.
         optimizer: SGD by default; an object of ``fl_lightning.local_optim``, its name, or class path and arguments.
-        keep_optimizer: whether a client keeps the optimizer's moments from one round to the next; else they are new.
-        schedule: what the learning rate is multiplied by; None is always 1.
-        schedule_by: what the schedule counts: rounds, epochs of all rounds, or the steps of one round.
-        rounds: rounds of the run, which a schedule by epochs follows; see :meth:`in_round`.
+        keep_optimizer: whether a client keeps the optimizer's state between rounds; else it is new in every round.
+        schedule: factor of the learning rate; None is always 1.
+        schedule_by: the unit that the schedule counts: rounds, epochs over all rounds, or the steps of one round.
+        rounds: number of rounds of the run, for a schedule by epochs; see :meth:`in_round`.
     """
 
     lr: float = 0.01
@@ -74,36 +74,36 @@ class LocalTraining:
             self._take(local_optim.made(self.optimizer, self.momentum, self.weight_decay))
 
     def _take(self, optimizer: LocalOptimizer) -> None:
-        """Let ``momentum`` and ``weight_decay`` say what the optimizer has."""
+        """Copy ``momentum`` and ``weight_decay`` from the optimizer."""
         known = {name: getattr(optimizer, name, 0.0) for name in ("momentum", "weight_decay")}
         for name, value in {"optimizer": optimizer, **known}.items():
             object.__setattr__(self, name, value)
 
     @property
     def rule(self) -> LocalOptimizer:
-        """How entries step."""
+        """The local optimizer."""
         if isinstance(self.optimizer, LocalOptimizer):
             return self.optimizer
         return SGD(self.momentum, self.weight_decay)
 
     def in_round(self, round: int, rounds: int) -> LocalTraining:
-        """The settings of one round, with its learning rate, of a run of so many rounds."""
+        """Return the settings of one round of a run of ``rounds`` rounds, with its learning rate."""
         if self.schedule is None:
             return self
         if rounds < 1 and self.schedule_by != "step" and not isinstance(self.schedule, Counted):
             name = getattr(self.schedule, "__name__", type(self.schedule).__name__)
-            raise FederationError(f"{name} follows the share of the rounds that are over: set max_epochs.")
+            raise FederationError(f"{name} depends on the share of completed rounds: set max_epochs.")
         if self.schedule_by == "round":
             return replace(self, lr=self.lr * value_at(self.schedule, round, rounds), schedule=Constant())
         return replace(self, rounds=rounds)
 
     def rate(self, round: int, epoch: int, step: int, steps: int) -> float:
-        """The learning rate of a step.
+        """Return the learning rate of a step.
 
         Args:
             round: the round, from 0.
-            epoch: epochs that the client has completed in it.
-            step: steps that the client has taken in it.
+            epoch: epochs that the client has completed in this round.
+            step: steps that the client has taken in this round.
             steps: steps that it takes in a round.
         """
         if self.schedule is None:
@@ -116,7 +116,7 @@ class LocalTraining:
 
     @property
     def not_plain(self) -> str:
-        """Name the options that differ from SGD, with or without momentum, at one rate in a round; empty if none do."""
+        """Options that differ from SGD (with or without momentum) at one rate per round; empty if none do."""
         rule = self.rule
         if type(rule) is not SGD or rule.nesterov:
             return f"optimizer={rule!r}"
@@ -125,7 +125,7 @@ class LocalTraining:
         return f"schedule_by={self.schedule_by!r}" if self.schedule is not None and self.schedule_by != "round" else ""
 
     def described(self) -> dict[str, Any]:
-        """All settings in plain values; those that have no effect are left out."""
+        """Return all settings as plain values, without those that have no effect."""
         found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)[:6]}
         if self.optimizer is not None:
             found["optimizer"] = self.rule.describe()
@@ -138,13 +138,13 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of local training in which the same entries are trained.
+    """Part of local training in which the same entries are trained.
 
     Args:
         epochs: passes over the client's data.
         trainable: names of the entries that the local optimizer updates.
-        name: how the phase is called in messages.
-        steps: the phase ends after so many steps, be it within an epoch; None does not bound them.
+        name: name of the phase in messages.
+        steps: number of steps after which the phase ends, even within an epoch; None means no limit.
     """
 
     epochs: int
@@ -154,9 +154,9 @@ class Phase:
 
 
 class Batch(NamedTuple):
-    """One minibatch of one client, and all else that a step may depend on.
+    """One minibatch of one client, and everything else that a step may depend on.
 
-    Engines that stack clients map over the leading dimension of every tensor in here.
+    Engines that stack clients map over the leading dimension of every tensor.
     """
 
     x: Tensor
@@ -164,30 +164,30 @@ class Batch(NamedTuple):
     y: Tensor
     """Targets, shape (B, ...)."""
     noise: State
-    """What the method's ``draw_noise`` drew for this step, and the uniform noise of dropout layers."""
+    """Noise for this step from the method's ``draw_noise``, and the uniform noise of dropout layers."""
     scalars: State
     """``samples`` (the client's training size), ``round``, ``epoch`` and ``step``, as 0-dim tensors, so that a
-    captured step does not freeze them; ``lr``, the learning rate of the step, where there is a schedule."""
+    captured step does not freeze them; ``lr``, the learning rate of the step, if there is a schedule."""
 
 
 class Update(NamedTuple):
-    """Changes of one move; the engine applies it in place."""
+    """Changes made by one move; the engine applies them in place."""
 
     loss: Tensor
-    """The loss before the move, for the log, 0-dim."""
+    """The loss before the move, for logging, 0-dim."""
     grads: State
     """Gradients for the local optimizer (clipping, weight decay, momentum, learning rate)."""
     replace: State = {}  # noqa: RUF012 - never written to, and a dict for vmap
-    """Entries that take a new value, such as BatchNorm buffers."""
+    """Entries that get a new value, such as BatchNorm buffers."""
     add: State = {}  # noqa: RUF012
-    """Entries to which a value is added as it is, such as a second model with a learning rate of its own."""
+    """Values added to entries directly, such as for a second model with its own learning rate."""
 
 
-#: ``objective(state)`` returns the loss and the entries (buffers) that the forward pass changed.
+#: ``objective(state)`` returns the loss and the entries (buffers) changed by the forward pass.
 Objective = Callable[[State], tuple[Tensor, State]]
 #: ``gradient(objective, state, names)`` returns the gradients by name, the loss and the changed entries.
 Gradient = Callable[[Objective, State, Sequence[str]], tuple[State, Tensor, State]]
-#: One move on one minibatch: pure, it reads the state and returns what to change.
+#: One move on one minibatch: a pure function that reads the state and returns the changes.
 Move = Callable[[State, Batch, Phase, Gradient], Update]
 
 
@@ -198,28 +198,28 @@ class LocalMethod(Protocol):
     seed: int
 
     def phases(self) -> Sequence[Phase]:
-        """The phases of a client's training in one round."""
+        """Return the phases of a client's training in one round."""
         ...
 
     def moves(self, phase: Phase) -> Sequence[Move]:
-        """The moves made on every minibatch of a phase, one after the other."""
+        """Return the moves made on every minibatch of a phase, in order."""
         ...
 
     def opening(self, phase: Phase) -> Sequence[Move]:
-        """The moves made on a client's first minibatch of a phase instead; none if that one is like the others."""
+        """Return the moves made on the first minibatch of a phase; empty if they are the same."""
         ...
 
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
-        """Method noise for the steps of one epoch, each tensor of shape (steps, ...)."""
+        """Draw the method's noise for the steps of one epoch, each tensor of shape (steps, ...)."""
         ...
 
     def dropout_shapes(self, x: Tensor) -> Mapping[str, tuple[int, ...]]:
-        """Noise entries of the net's dropout layers and their shapes without the batch dimension."""
+        """Return the noise entries of the net's dropout layers with their shapes, without the batch dimension."""
         ...
 
     @property
     def batch_statistics(self) -> bool:
-        """Whether the net normalises over the batch, so that a batch of one cannot be trained on."""
+        """Whether the net normalises over the batch, so that it cannot be trained on a batch of one."""
         ...
 
     @property
@@ -233,9 +233,9 @@ class Job:
     """One client's local training in one round.
 
     Args:
-        client: the client.
-        state: named tensors it starts from: shared, private and extra entries. Engines never write to them.
-        optimizer: what its optimizer remembers of an earlier round, for entries that it stepped; empty for a new one.
+        client: the client's row in the data.
+        state: its initial named tensors: shared, private and extra entries. Engines never write to them.
+        optimizer: its optimizer state of an earlier round, for entries that were stepped; empty for a new one.
     """
 
     client: int
@@ -245,9 +245,9 @@ class Job:
 
 @dataclass
 class Result:
-    """Result of local training: the final state, the mean loss over its steps (of none NaN) and their number.
+    """Result of local training: the final state, the mean loss over its steps (NaN if there were none), their number.
 
-    With ``keep_optimizer`` also what the optimizer remembers.
+    With ``keep_optimizer`` also the optimizer state.
     """
 
     state: State

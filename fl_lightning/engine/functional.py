@@ -14,20 +14,19 @@ from fl_lightning.wire import State
 
 
 def entries(net: nn.Module) -> State:
-    """A net's parameters and persistent buffers by name; weights that are tied are named once."""
+    """Return a net's parameters and persistent buffers by name; tied weights appear once."""
     passing = {id(m._buffers[key]) for m in net.modules() for key in m._non_persistent_buffers_set}
     buffers = {name: value for name, value in net.named_buffers() if id(value) not in passing}
     return {**dict(net.named_parameters()), **buffers}
 
 
 class FunctionalNet:
-    """``net(state, x)`` that never touches the net it was made from.
+    """``net(state, x)`` as a pure function, independent of the original net.
 
-    It keeps a skeleton of its own, in which every dropout layer takes its noise as an input, and puts the tensors of a
-    state into the skeleton's slots for the time of a call. That is what ``torch.func.functional_call`` does, at a
-    fraction of its cost per call, which counts when a step takes a few hundred microseconds. What else a call may
-    change, buffers that are no entries and the state of metrics, is as it was when the call is over: it would pass from
-    one client to another.
+    It has a copy of the net as a skeleton, in which every dropout layer takes its noise as an input, and sets the
+    tensors of a state in the skeleton during a call. ``torch.func.functional_call`` does the same at a multiple of the
+    cost per call, which matters if a step takes a few hundred microseconds. Other state that a call may change
+    (non-persistent buffers and metrics) is restored afterwards, so that it cannot leak from one client to another.
 
     Args:
         net: the network; copied.
@@ -35,11 +34,11 @@ class FunctionalNet:
 
     def __init__(self, net: nn.Module) -> None:
         self.skeleton = stream_dropout(copy.deepcopy(net))
-        #: Whether several models can be mapped over in one pass, as far as has been tried.
+        #: Whether several models can be mapped over in one pass, as far as is known.
         self.stackable = True
         norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
         self.batch_statistics = bool(norms)
-        #: Whether samples of a batch change each other's outputs also in eval mode.
+        #: Whether samples of a batch affect each other's outputs even in eval mode.
         self.always_batch_statistics = any(norm.running_mean is None for norm in norms)
         names = {id(value): name for name, value in entries(self.skeleton).items()}
         self._parameters: list[tuple[dict[str, Any], str, str]] = []
@@ -64,8 +63,7 @@ class FunctionalNet:
 
         Args:
             state: at least all :func:`entries` of the net; other names are ignored.
-            x: inputs, shape (B, ...), or a tuple, such as a pair of inputs and targets, for a net that brings its own
-                loss.
+            x: inputs, shape (B, ...), or a tuple, such as (inputs, targets), for a net that computes its own loss.
             noise: the noise of the dropout layers when training.
             training: train or eval mode.
 
@@ -88,30 +86,30 @@ class FunctionalNet:
             for metric, values in counted:
                 vars(metric).clear()
                 vars(metric).update(values)
-            self._follow()
+            self._sync_recurrent()
 
     def _fill(self, state: State, noise: State, training: bool) -> None:
-        """Put what a call computes with into the skeleton, and copies of what it may write to."""
+        """Set the tensors of a call in the skeleton, as copies where the call may write to them."""
         for slots, key, name in self._parameters:
             slots[key] = state[name]
         for slots, key, name in self._buffers:
             slots[key] = state[name].clone() if training else state[name]
         for slots, key, name in self._noise:
-            if name in noise:  # a layer may go unused
+            if name in noise:  # a layer may be unused
                 slots[key] = noise[name]
         for slots, key in self._passing:
             slots[key] = slots[key].clone()
         for metric in self._metrics:
             vars(metric).update({k: [] if isinstance(v, list) else v.clone() for k, v in metric._defaults.items()})
-        self._follow()
+        self._sync_recurrent()
 
-    def _follow(self) -> None:
-        """Recurrent layers compute with a list of their weights, which has to follow the slots."""
+    def _sync_recurrent(self) -> None:
+        """Update the list of weights that recurrent layers compute with."""
         for layer in self._recurrent:
             layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
 
     def dropout_shapes(self, x: Tensor) -> dict[str, tuple[int, ...]]:
-        """Noise entries of the dropout layers for inputs like ``x`` and their shapes without the batch dimension."""
+        """Return the noise entries of the dropout layers with their shapes, without the batch dimension."""
         if not self._noise:
             return {}
         key = tuple(x.shape[1:])

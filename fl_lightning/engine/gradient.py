@@ -1,4 +1,4 @@
-"""Two ways to differentiate a client's objective: by autograd for one client, by torch.func under vmap."""
+"""Two ways to differentiate a client's objective: autograd for one client, torch.func under vmap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fl_lightning.wire import State
 
 
 def eager_gradient(objective: Objective, state: State, names: Sequence[str]) -> tuple[State, Tensor, State]:
-    """Gradient of one client's objective by autograd; the fastest way for a single model."""
+    """Differentiate one client's objective by autograd, which is fastest for a single model."""
     leaves = {name: state[name].detach().requires_grad_() for name in names}
     with torch.enable_grad():
         loss, changed = objective({**state, **leaves})
@@ -21,7 +21,7 @@ def eager_gradient(objective: Objective, state: State, names: Sequence[str]) -> 
 
 
 def functional_gradient(objective: Objective, state: State, names: Sequence[str]) -> tuple[State, Tensor, State]:
-    """The same by ``torch.func``, composable with vmap."""
+    """Differentiate one client's objective by ``torch.func``, which composes with vmap."""
 
     def of(leaves: State) -> tuple[Tensor, State]:
         return objective({**state, **leaves})
@@ -31,10 +31,10 @@ def functional_gradient(objective: Objective, state: State, names: Sequence[str]
 
 
 def clipped(move: Move, max_norm: float) -> Move:
-    """The move with its gradients scaled down, if need be, to a joint norm of at most ``max_norm``.
+    """Return the move with its gradients clipped to a joint norm of at most ``max_norm``.
 
-    Gradients of entries that the phase does not name, such as those of a second model, are bounded for themselves: the
-    two do not change each other.
+    Gradients of entries that are not in the phase's ``trainable``, such as those of a second model, are clipped
+    separately, so that the two models do not affect each other.
     """
 
     def clip(state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:

@@ -1,4 +1,4 @@
-"""Changes by the moves of a client, or of a stack of clients, applied in place."""
+"""In-place application of moves, for one client or a stack of clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_lightning.wire import State
 
 
 class LocalStep:
-    """Applies updates by a client's optimizer.
+    """Applies updates with the local optimizer.
 
     It works in place because a fresh copy of the weights at every step costs more than the step itself (page faults).
 
@@ -24,12 +24,12 @@ class LocalStep:
         self._prepared: set[str] = set()
 
     def prepare(self, names: Iterable[str], state: State, memory: State) -> bool:
-        """Let the memory have what entries need that are to be stepped; whether that was new.
+        """Initialise the optimizer state of entries that will be stepped; return whether anything was added.
 
         Args:
-            names: their names.
+            names: names of the entries.
             state: the entries.
-            memory: what the optimizer remembers.
+            memory: the optimizer state.
         """
         new = [name for name in names if name not in self._prepared]
         if not new:
@@ -47,8 +47,8 @@ class LocalStep:
         Args:
             lr: learning rate.
             update: gradients and changed entries.
-            state: the tensors to write to.
-            memory: what the optimizer remembers of the entries that have gradients.
+            state: the tensors to update.
+            memory: the optimizer state of the entries that have gradients.
         """
         if update.grads:
             self.rule.step(lr, update.grads, state, memory)

@@ -1,4 +1,4 @@
-"""Memory that is used again and again is kept, not given back to the system after every step."""
+"""Tuning of malloc: reuse memory between steps instead of returning it to the system."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fl_lightning.process import wanted
 
 #: Names of glibc's options, from malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-#: Blocks up to this size, in bytes, are taken from memory that is kept, of which so much may lie unused.
+#: malloc thresholds in bytes: allocate from the heap up to KEPT, return unused heap memory above UNUSED.
 KEPT, UNUSED = 1 << 30, (1 << 31) - 1
 
 
 @functools.cache
 def keep_memory() -> bool:
-    """Let the C library keep the memory of large tensors for the next ones.
+    """Let the C library reuse the memory of large tensors.
 
-    By default glibc asks the system for every block of more than a few hundred kilobytes and gives it back at once. A
-    stack of clients makes dozens of them at every step, and the system clears each page of each: time that shows.
+    By default glibc maps every block of more than a few hundred kilobytes anew and unmaps it when freed. A stack of
+    clients allocates dozens of them at every step, and the system clears every page each time, which is slow.
 
     Returns:
-        Whether it was done; on systems without glibc, and where ``FL_LIGHTNING_LEAVE`` says so, nothing is changed.
+        Whether it was done; not without glibc, nor if ``FL_LIGHTNING_LEAVE`` disables it.
     """
     if not sys.platform.startswith("linux") or not wanted("memory"):
         return False

@@ -1,4 +1,4 @@
-"""Differentially private SGD at a client: every sample's gradient bounded, noise on their sum (Abadi et al., 2016)."""
+"""Differentially private SGD at a client: per-sample gradient clipping and noise on the sum (Abadi et al., 2016)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fl_lightning.engine.gradient import functional_gradient
 from fl_lightning.errors import FederationError
 from fl_lightning.wire import State
 
-#: Before the names of entries in the noise of a step.
+#: Prefix of the entries' names in the noise of a step.
 PREFIX = "private."
 
 
 def per_sample(move: Move, bound: float, std: float, dropout: Collection[str] = ()) -> Move:
-    """The move with the mean of bounded gradients of single samples, and noise, for its gradient.
+    """Return the move with the noisy mean of clipped per-sample gradients as its gradient.
 
     Args:
-        move: as a method makes it on a batch; it is made on every sample of the batch.
-        bound: largest joint norm of a sample's gradients.
-        std: standard deviation of the noise on the sum over samples; it is multiplied with the standard normal draws
-            that a batch's noise holds under ``private.<entry>``.
-        dropout: noise entries that hold one value for each sample.
+        move: the method's move on a batch; it is applied to every sample.
+        bound: maximum joint norm of a sample's gradients.
+        std: standard deviation of the noise on the sum over samples; it scales the standard normal draws in the
+            batch's noise under ``private.<entry>``.
+        dropout: noise entries that have one value per sample.
     """
 
     def step(state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
@@ -39,7 +39,7 @@ def per_sample(move: Move, bound: float, std: float, dropout: Collection[str] = 
             update = move(state, single, phase, functional_gradient)
             if update.add or update.replace:
                 raise FederationError(
-                    "Private SGD bounds gradients, but this method changes entries by something else: use a method "
+                    "Private SGD bounds gradients, but this method changes entries in other ways: use a method "
                     "that trains by gradients alone."
                 )
             norm = torch.stack([g.pow(2).sum() for g in update.grads.values()]).sum().sqrt()
@@ -56,14 +56,14 @@ def per_sample(move: Move, bound: float, std: float, dropout: Collection[str] = 
 
 @dataclass
 class PrivateSGD:
-    """A method whose clients train by private SGD.
+    """A method whose clients train with private SGD.
 
     Args:
         method: the method.
-        bound: largest norm of a sample's gradient.
+        bound: maximum norm of a sample's gradient.
         noise_multiplier: standard deviation of the noise on the sum over a batch, as a multiple of ``bound``.
         shapes: shapes of the entries that may get a gradient.
-        normal: draws standard normals in float64 of a shape; a new one for every client and epoch.
+        normal: returns a sampler of standard normals in float64 by shape; called for every client and epoch.
     """
 
     method: LocalMethod
@@ -74,12 +74,12 @@ class PrivateSGD:
 
     @property
     def local(self) -> LocalTraining:
-        """How a client trains."""
+        """Settings of local training."""
         return self.method.local
 
     @property
     def seed(self) -> int:
-        """The seed of its streams."""
+        """Seed of the RNG streams."""
         return self.method.seed
 
     @property
@@ -93,39 +93,39 @@ class PrivateSGD:
         return self.method.compute_dtype
 
     def phases(self) -> Sequence[Phase]:
-        """The method's phases."""
+        """Return the method's phases."""
         return self.method.phases()
 
     def moves(self, phase: Phase) -> Sequence[Move]:
-        """The method's moves, sample by sample."""
+        """Return the method's moves with per-sample clipping."""
         return [self._private(move) for move in self.method.moves(phase)]
 
     def opening(self, phase: Phase) -> Sequence[Move]:
-        """The method's opening, sample by sample."""
+        """Return the method's opening moves with per-sample clipping."""
         return [self._private(move) for move in self.method.opening(phase)]
 
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
-        """The method's noise and that which protects."""
+        """Draw the method's noise and the privacy noise."""
         drawn, dtype = self.normal(), self.compute_dtype
         noise = {PREFIX + name: drawn((steps, *shape)).to(dtype) for name, shape in self.shapes.items()}
         return {**self.method.draw_noise(rng, steps), **noise}
 
     def dropout_shapes(self, x: Tensor) -> Mapping[str, tuple[int, ...]]:
-        """The method's dropout layers."""
+        """Return the noise shapes of the method's dropout layers."""
         shapes = self.method.dropout_shapes(x)
         self._dropout.update(shapes)
         return shapes
 
     def releases(self) -> int:
-        """How often a sample takes part in a step of one round, at most."""
+        """Return the maximum number of steps of one round that a sample takes part in."""
         return sum(phase.epochs * max(1, len(self.method.moves(phase))) for phase in self.method.phases())
 
     def __post_init__(self) -> None:
         self._dropout: set[str] = set()
         if self.method.batch_statistics:
             raise FederationError(
-                "Private SGD bounds what each sample does, but a net that normalises over the batch mixes them: use "
-                "GroupNorm in place of BatchNorm."
+                "Private SGD bounds the influence of each sample, but a net that normalises over the batch mixes them: "
+                "use GroupNorm instead of BatchNorm."
             )
 
     def _private(self, move: Move) -> Move:

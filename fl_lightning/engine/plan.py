@@ -1,4 +1,4 @@
-"""A method's local training with other phases, settings or streams than its own."""
+"""A method's local training with different phases, settings or streams."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fl_lightning.wire import State
 
 
 class Plan:
-    """The moves of a method in phases of one's own; everything not given is the method's.
+    """A method's moves in other phases or with other settings; everything not given is the method's.
 
     Args:
-        method: its moves are used.
+        method: the method.
         phases: the phases; None means the method's.
-        local: batch size, learning rate and the like; None means the method's.
-        purpose: gives the plan random streams of its own, one set for every name; None uses the method's.
+        local: settings of local training; None means the method's.
+        purpose: name of separate RNG streams for this plan; None uses the method's.
     """
 
     def __init__(
@@ -48,25 +48,25 @@ class Plan:
         return self.method.compute_dtype
 
     def phases(self) -> Sequence[Phase]:
-        """The plan's phases."""
+        """Return the plan's phases."""
         return self.method.phases() if self.own_phases is None else self.own_phases
 
     def moves(self, phase: Phase) -> Sequence[Move]:
-        """The method's moves."""
+        """Return the method's moves."""
         return self.method.moves(phase)
 
     def opening(self, phase: Phase) -> Sequence[Move]:
-        """The method's moves on a first minibatch."""
+        """Return the method's moves on a first minibatch."""
         return self.method.opening(phase)
 
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
-        """The method's noise."""
+        """Draw the method's noise."""
         return self.method.draw_noise(rng, steps)
 
     def dropout_shapes(self, x: Tensor) -> Mapping[str, tuple[int, ...]]:
-        """Noise entries of the net's dropout layers."""
+        """Return the noise shapes of the net's dropout layers."""
         return self.method.dropout_shapes(x)
 
     def for_worker(self) -> Any:
-        """The method as worker processes get it; phases, settings and seed travel with every task."""
+        """Return the method as worker processes get it; phases, settings and seed are sent with every task."""
         return self.method.for_worker()  # type: ignore[attr-defined]

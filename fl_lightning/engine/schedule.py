@@ -1,4 +1,4 @@
-"""Which samples a client sees in which order, and the noise of its steps: drawn the same way by every engine."""
+"""Order of a client's samples and noise of its steps, drawn in the same way by every engine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fl_lightning.wire import State
 
 @dataclass
 class ClientSchedule:
-    """One client's streams in one round.
+    """One client's RNG streams in one round.
 
     Args:
-        client: the client.
+        client: the client's row in the data.
         index: its training samples, on the data's device, shape (n,).
         batches: stream of the batch order.
         noise: stream of the method's noise.
@@ -38,7 +38,7 @@ class ClientSchedule:
 
     @classmethod
     def of(cls, method: LocalMethod, federation: Federation, client: int, round: int) -> ClientSchedule:
-        """The streams of (seed, purpose, round, client)."""
+        """Create the streams of (seed, purpose, round, client)."""
         purposes = ("batches", "noise", "dropout", "augment")
         number = federation.number_of(client)
         streams = (seeding.stream(method.seed, purpose, round, number) for purpose in purposes)
@@ -50,28 +50,28 @@ class ClientSchedule:
         return len(self.index)
 
     def permutation(self) -> Tensor:
-        """Which of the client's samples are visited one after the other in the next epoch, shape (n,)."""
+        """Draw the order of the client's samples for the next epoch, shape (n,)."""
         return seeding.permutation(self.batches, self.size).to(self.index.device)
 
     def order(self) -> Tensor:
-        """Sample numbers of the next epoch in the order they are visited, shape (n,)."""
+        """Draw the sample indices of the next epoch in order, shape (n,)."""
         return self.index[self.permutation()]
 
 
 class StackSamples:
-    """The samples of a stack's clients.
+    """The samples of a stack of clients.
 
-    They are normalised once a round and kept, rather than at every step, where clients see them again, nothing is drawn
-    to change them, and they are not too many.
+    They are normalised once a round instead of at every step if clients see them several times, without augmentation,
+    and if they are few enough.
 
     Args:
         federation: the data.
-        schedules: of the clients.
+        schedules: the clients' streams.
         dtype: floating precision of the net.
         again: whether clients see their samples more than once.
     """
 
-    #: Bytes of normalised samples that are kept.
+    #: Maximum size in bytes of the normalised samples.
     most = 2**28
 
     def __init__(
@@ -86,7 +86,7 @@ class StackSamples:
             self.kept = self._inputs(), torch.cat([federation.labels([s.client], s.index[None])[0] for s in schedules])
 
     def _inputs(self) -> Tensor:
-        """The normalised inputs of all clients, made client by client: what is at work then fits a cache."""
+        """Normalise the inputs of all clients, client by client, so that the working set fits in cache."""
         federation, raw = self.federation, self.federation.inputs
         precision = raw.dtype if federation.mean is None and not raw.is_floating_point() else self.dtype
         inputs = raw.new_empty(len(self.index), *raw.shape[1:], dtype=precision)
@@ -95,10 +95,10 @@ class StackSamples:
         return inputs
 
     def orders(self, done: int, size: int) -> Sequence[Tensor]:
-        """Places of the next epoch's samples among those of all clients, from client ``done`` on.
+        """Draw the next epoch's batches as positions among the samples of all clients, from client ``done`` on.
 
         Returns:
-            For each step of the epoch, the places of every client's batch, shape (K, size), padded where it is shorter.
+            One tensor of positions per step, shape (K, size), padded for clients with shorter batches.
         """
         drawn = zip(self.starts[done:], self.schedules[done:], strict=False)
         places = [start + schedule.permutation() for start, schedule in drawn]
@@ -108,7 +108,7 @@ class StackSamples:
         return padded.view(len(places), steps, size).transpose(0, 1).contiguous().unbind()
 
     def gather(self, start: int, stop: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch of each of some clients: inputs and targets of shape (K, B, ...)."""
+        """Gather one batch of each of some clients: inputs and targets of shape (K, B, ...)."""
         flat = places.reshape(-1)
         if self.kept is not None:
             x, y = (values.index_select(0, flat) for values in self.kept)
@@ -119,9 +119,9 @@ class StackSamples:
 
 
 def batch_sizes(size: int, batch_size: int, batch_statistics: bool) -> tuple[int, int]:
-    """Number of full batches in an epoch, and the size of the last partial one (0: none).
+    """Return the number of full batches in an epoch, and the size of the last partial one (0: none).
 
-    A last batch of one sample is dropped where the net normalises over the batch: it has no variance.
+    A last batch of one sample is dropped if the net normalises over the batch, since it has no variance.
     """
     full, rest = divmod(size, batch_size)
     if batch_statistics and batch_size == 1:
@@ -130,16 +130,16 @@ def batch_sizes(size: int, batch_size: int, batch_statistics: bool) -> tuple[int
 
 
 def epoch_noise(method: LocalMethod, schedule: ClientSchedule, steps: int, x: Tensor) -> tuple[State, State]:
-    """Noise of one client's next epoch.
+    """Draw the noise of one client's next epoch.
 
     Args:
         method: the method.
         schedule: the client's streams.
         steps: number of steps of the epoch.
-        x: a gathered batch, for its device and, with dropout, the shapes within the net; shape (B, ...).
+        x: a gathered batch, shape (B, ...), for its device and, with dropout, the shapes within the net.
 
     Returns:
-        The method's noise, shapes (steps, ...), and the dropout layers' noise, shapes (steps, B, ...).
+        The method's noise, shapes (steps, ...), and the dropout layers' noise, shapes (steps, batch_size, ...).
     """
     drawn = {k: v.to(x.device) for k, v in method.draw_noise(schedule.noise, steps).items()}
     dropout = {
@@ -152,7 +152,7 @@ def epoch_noise(method: LocalMethod, schedule: ClientSchedule, steps: int, x: Te
 
 
 def scalars(sizes: Tensor, round: int, dtype: torch.dtype, scheduled: bool = False) -> State:
-    """The scalars of ``Batch``, each shaped as ``sizes``: 0-dim for one client, (K,) for a stack."""
+    """Create the scalars of ``Batch``, each with the shape of ``sizes``: 0-dim for one client, (K,) for a stack."""
     counter = torch.zeros_like(sizes, dtype=dtype)
     found = {"samples": sizes.to(dtype), "round": counter + round, "epoch": counter.clone(), "step": counter}
     return found | ({"lr": counter.clone()} if scheduled else {})

@@ -1,4 +1,4 @@
-"""One client after the other, one autograd step at a time."""
+"""Sequential training: one client after the other, one autograd step at a time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fl_lightning.engine.schedule import ClientSchedule, batch_sizes, epoch_nois
 from fl_lightning.federation import Federation
 from fl_lightning.wire import State, fast_copy
 
-#: Batches gathered at once.
+#: Number of batches gathered at once.
 BLOCK = 32
 
 
 class SequentialEngine(Engine):
-    """The reference: works with every net, and is the fastest for large convolutions.
+    """The reference engine: works with every net and is the fastest for large convolutions.
 
-    Convolution weights are kept channels-last while a client trains.
+    Convolution weights are channels-last during training.
     """
 
     name = "sequential"
@@ -61,7 +61,7 @@ class _Client:
 
     def train(self) -> Result:
         device = self.federation.device
-        # A net that draws numbers of its own, not through our dropout, still draws from a stream of the client.
+        # Nets with random numbers other than our dropout also draw from a stream of the client.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             for phase in self.method.phases():
@@ -93,7 +93,7 @@ class _Client:
         self.scalars["step"].add_(1)
 
     def _rate(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         local = self.method.local
         if local.schedule is None:
             return local.lr
@@ -121,7 +121,7 @@ class _Client:
             yield Batch(x, y, drawn, self.scalars)
 
     def _batches(self, order: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches in order, gathered many at a time; augmentation sees one batch at a time."""
+        """Yield batches in order, gathered in blocks; augmentation gets one batch at a time."""
         schedule, size = self.schedule, self.method.local.batch_size
         block = 1 if self.federation.augment is not None else BLOCK
         for first in range(0, steps, block):

@@ -1,4 +1,4 @@
-"""Many clients at once: their states stacked along a new first dimension, a step mapped over it."""
+"""Stacked training: the states of many clients in one tensor each, and a step mapped over them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fl_lightning.wire import State
 
 
 class Part:
-    """A run of neighbouring clients of a stack that step together on batches of one size.
+    """A contiguous range of clients of a stack that step together with equal batch sizes.
 
     Args:
         start: the first client.
         stop: one past the last.
-        often: how many steps of this shape such rounds will have made when this one is over.
+        often: expected number of steps of this shape by the end of this round.
     """
 
     def __init__(self, start: int, stop: int, often: int) -> None:
@@ -41,13 +41,13 @@ class Part:
         self.state: State = {}
         self.memory: State = {}
         self.scalars: State = {}
-        #: Of the steps that it took.
+        #: Losses of its steps.
         self.losses: list[Tensor] = []
-        #: What an engine prepares for the state as it lies in memory, by the position of the move.
+        #: Prepared by an engine for the state's present memory, by the position of the move.
         self.prepared: dict[int, Any] = {}
 
     def look(self, state: State, memory: State) -> None:
-        """Take views of the stack's tensors, which lie elsewhere than before."""
+        """Take new views of the stack's tensors after they moved in memory."""
         self.state = {name: value[self.rows] for name, value in state.items()}
         self.memory = {name: value[self.rows] for name, value in memory.items()}
         self.prepared = {}
@@ -59,10 +59,10 @@ MappedMove = Callable[[Part, Batch], Update]
 class StackedEngine(Engine):
     """vmap(grad) over the clients of a stack; the fastest for small nets.
 
-    Clients are sorted by size. Within an epoch all of them take their full batches in step, the active part of the
-    stack shrinking to a prefix as the smaller ones run out; then come the last partial batches, those of equal size
-    together. Where a phase has a number of steps the larger clients, which take more of them in an epoch, are the first
-    to be done. Every call works on a contiguous slice of the stack, so nothing is copied, padded or masked.
+    Clients are sorted by size. Within an epoch they take their full batches in step, and the active part of the stack
+    shrinks to a prefix as smaller clients run out; then come the last partial batches, grouped by size. In a phase with
+    a fixed number of steps, larger clients finish first, since they take more steps per epoch. Every call works on a
+    contiguous slice of the stack, so nothing is copied, padded or masked.
     """
 
     name = "stacked"
@@ -83,7 +83,7 @@ class StackedEngine(Engine):
         return [results[i] for i in range(len(jobs))]
 
     def mapped(self, move: Move, position: int, phase: Phase) -> MappedMove:
-        """A phase's move, given with the first position that it has among the moves, mapped over a stack's clients."""
+        """Map a phase's move, given with its first position among the moves, over a stack's clients."""
 
         def mapped(part: Part, batch: Batch) -> Update:
             leaves = (*part.state.values(), batch.x, batch.y, *batch.noise.values(), *batch.scalars.values())
@@ -125,19 +125,19 @@ class _Stack:
         self.samples = StackSamples(federation, self.schedules, self.dtype, again)
 
     def _remembered(self, jobs: list[Job]) -> State:
-        """The memory of the clients' optimizers, of all entries that one of them remembers."""
+        """Stack the clients' optimizer states, with zeros where a client has no entry."""
         names = {name: value for job in jobs for name, value in job.optimizer.items()}
         return {
             name: torch.stack([job.optimizer.get(name, torch.zeros_like(like)) for job in jobs])
             for name, like in names.items()
         }
 
-    @torch.no_grad()  # moves differentiate for themselves
+    @torch.no_grad()  # moves differentiate on their own
     def train(self) -> list[Result]:
         for phase in self.method.phases():
             epochs = epochs_of(phase, self.max_steps)
             opening, moves = moves_of(self.method, phase)
-            first = [StackedEngine.mapped(self.engine, move, -1, phase) for move in opening]  # seldom made
+            first = [StackedEngine.mapped(self.engine, move, -1, phase) for move in opening]  # too rare to capture
             others = [self.engine.mapped(move, moves.index(move), phase) for move in moves]
             before = list(self.steps)
             self.parts = {}
@@ -169,12 +169,12 @@ class _Stack:
         ]
 
     def _count(self, epochs: int, left: list[int]) -> None:
-        """Count how often each shape of a step will have been seen when this phase is over, if rounds are alike."""
+        """Estimate how often each step shape occurs by the end of this phase, assuming equal rounds."""
         shapes = Counter((stop - start, width) for start, stop, _, width in self._slices(left))
         self.often = {shape: epochs * (self.round + 1) * count for shape, count in shapes.items()}
 
     def _part(self, start: int, stop: int, width: int) -> Part:
-        """The part of the stack that a step is made on."""
+        """Return the part of the stack for a step, cached."""
         key = (start, stop, width)
         if key not in self.parts:
             part = self.parts[key] = Part(start, stop, self.often.get((stop - start, width), 0))
@@ -183,11 +183,11 @@ class _Stack:
         return self.parts[key]
 
     def _own(self, names: Iterable[str], stepped: Iterable[str]) -> None:
-        """Let the stack have copies of its own of entries that are about to be written to, and memory of those stepped.
+        """Copy shared entries before the first write to them, and initialise their optimizer state.
 
         Args:
             names: the entries.
-            stepped: those of them that the optimizer steps.
+            stepped: the subset that the optimizer steps.
         """
         new = [name for name in names if name not in self.owned]
         for name in new:
@@ -211,7 +211,7 @@ class _Stack:
             self.steps[k] += 1
 
     def _rate(self, rows: slice) -> Rate:
-        """The learning rate of the next step: one for all, or one for each client of a part."""
+        """Return the learning rate of the next step: one for all, or one per client of a part."""
         local = self.method.local
         if local.schedule is None:
             return local.lr
@@ -229,11 +229,11 @@ class _Stack:
         return [steps_of(self.method, schedule.size) for schedule in self.schedules]
 
     def _epoch(self, done: int, left: list[int]) -> Iterator[tuple[Part, Batch]]:
-        """Parts of the stack and their batches, as the class doc says.
+        """Yield parts of the stack and their batches, in the order described at :class:`StackedEngine`.
 
         Args:
-            done: how many clients, the first of the stack, have no step left; they draw nothing either.
-            left: how many steps each client takes at most, increasing.
+            done: number of clients, at the start of the stack, without steps left; they draw nothing either.
+            left: maximum number of steps of each client, increasing.
         """
         size = self.method.local.batch_size
         orders = self.samples.orders(done, size)
@@ -251,12 +251,12 @@ class _Stack:
             yield part, Batch(x, y, drawn, part.scalars)
 
     def _slices(self, left: list[int]) -> Iterator[tuple[int, int, int, int]]:
-        """(start, stop, step of the epoch, batch size) of every call of an epoch."""
+        """Yield (start, stop, step of the epoch, batch size) of every call of an epoch."""
         start, stop = 0, len(self.clients)
         for step in range(max(self.full)):
             while start < stop and left[start] <= step:  # increasing
                 start += 1
-            while stop > start and self.full[stop - 1] <= step:  # falling
+            while stop > start and self.full[stop - 1] <= step:  # decreasing
                 stop -= 1
             if start < stop:
                 yield start, stop, step, self.method.local.batch_size
@@ -265,22 +265,22 @@ class _Stack:
         ):
             members = list(run)
             if rest and some:
-                # Small groups one by one: fewer different steps, which are to be traced.
+                # Clients of small groups step one by one, which saves traces of further shapes.
                 width = len(members) if 2 * len(members) >= len(self.clients) else 1
                 for start in range(members[0], members[-1] + 1, width):
                     yield start, start + width, full, rest
 
     def _noise(self, x: Tensor, done: int) -> tuple[State, State]:
-        """Noise of the next epoch, stacked over clients that are not done and padded: (steps, K, ...)."""
+        """Draw the noise of the next epoch, stacked over active clients and padded: (steps, K, ...)."""
         steps = [full + (rest > 0) for full, rest in zip(self.full, self.rest, strict=True)]
         drawn = [epoch_noise(self.method, s, n, x) for s, n in zip(self.schedules[done:], steps[done:], strict=True)]
         return _pad([noise for noise, _ in drawn]), _pad([dropout for _, dropout in drawn])
 
 
 def flat_move(move: Move, phase: Phase, state: State, batch: Batch) -> Callable[..., Update]:
-    """The move mapped over the stack, as a function of the tensors of the state and of the batch, one by one.
+    """Map a move over the stack, as a function of the individual tensors of the state and of the batch.
 
-    vmap is given flat tensors: nested ones cost it more than some steps.
+    The tensors are passed flat because nested inputs cost vmap more time than some steps take.
     """
     names = (tuple(state), ("x", "y"), tuple(batch.noise), tuple(batch.scalars))
 
@@ -294,7 +294,7 @@ def flat_move(move: Move, phase: Phase, state: State, batch: Batch) -> Callable[
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    """Stack clients' tensors; one that all share is only repeated and copied when it is first written to."""
+    """Stack clients' tensors; a tensor that all share is expanded, and copied when it is first written to."""
     first = values[0].detach()
     if len(values) > 1 and all(_same(value, first) for value in values):
         return first.expand(len(values), *first.shape)

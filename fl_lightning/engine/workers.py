@@ -1,4 +1,4 @@
-"""Clients shared out to worker processes, each with an engine and a core of its own."""
+"""Clients divided among worker processes, each with its own engine and core."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from fl_lightning.federation import Federation
 from fl_lightning.process import end_with_parent, time_limit
 from fl_lightning.wire import State
 
-#: Seconds between two looks at whether a worker still works.
+#: Seconds between two checks whether a worker is alive.
 LOOK = 0.25
-#: Seconds that a worker has at least before its first step, for what it imports.
+#: Minimum time limit in seconds before a worker's first step, because of its imports.
 START = 300.0
 
 
 class WorkerEngine(Engine):
-    """Trains a cohort in several processes at once; each runs the given engine with one thread.
+    """Trains a cohort in several processes; each runs the given engine with one thread.
 
-    The data lies in memory that all of them share. A method says with ``for_worker()`` what they get to know of it;
-    what changes from round to round, but for ``local``, ``seed`` and ``phases()``, must reach them in the clients'
-    states. The workers are started by the first round and stopped with the run. What they compute is what one process
-    computes: streams depend on (seed, purpose, round, client) alone. A worker that dies is started anew once, and its
-    clients are trained again. One that takes no local step for a while hangs, and ends the run.
+    The data is in shared memory. Workers get the copy of the method that ``for_worker()`` returns; anything else that
+    changes between rounds, except ``local``, ``seed`` and ``phases()``, must be part of the clients' states. Workers
+    start with the first round and stop with the run. Results are the same as with one process, since streams depend on
+    (seed, purpose, round, client) alone. A worker that dies is restarted once and trains its clients again. One that
+    takes no local step for too long counts as hung and ends the run.
 
     Args:
-        engine: what every worker trains its clients with; ``auto`` chooses here, once, for all of them.
+        engine: the engine of every worker; ``auto`` chooses once, in this process, for all of them.
         workers: number of processes.
-        timeout: seconds without a local step after which a worker hangs; None takes ``FL_LIGHTNING_TIMEOUT``, else
-            half an hour.
+        timeout: seconds without a local step after which a worker counts as hung; None takes ``FL_LIGHTNING_TIMEOUT``,
+            else half an hour.
     """
 
     name = "workers"
@@ -64,26 +64,26 @@ class WorkerEngine(Engine):
 
     @property
     def choice(self) -> str | None:
-        """The engine of the workers; None while that is open."""
+        """Name of the workers' engine; None before it is chosen."""
         return self.engine.choice
 
     def choose(self, method: LocalMethod, federation: Federation, jobs: Sequence[Job], round: int) -> Engine:
-        """The engine of the workers."""
+        """Return the workers' engine."""
         return self.engine.choose(method, federation, jobs[: self.engine.width], round)
 
     def settle(self, choice: str) -> None:
-        """Let the workers use an engine that was chosen earlier."""
+        """Let the workers use an earlier choice of engine."""
         self.engine.settle(choice)
 
     def reset(self) -> None:
-        """Stop the workers, and let the engine forget what it prepared."""
+        """Stop the workers, and release what the engine prepared."""
         self.engine.reset()
         while self._pool:
             self._pool.pop().stop()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": [], "_memory": torch.empty(0, dtype=torch.uint8)}  # processes stay here
+        return {**self.__dict__, "_pool": [], "_memory": torch.empty(0, dtype=torch.uint8)}  # processes stay
 
     def train(
         self,
@@ -96,14 +96,14 @@ class WorkerEngine(Engine):
         """Train the jobs in the workers; see ``Engine.train``."""
         self.choose(method, federation, jobs, round)
         send = getattr(method, "for_worker", None)
-        if send is None:  # something small beside the run, such as the adaptation of new clients
+        if send is None:  # small training outside of rounds, such as the adaptation of new clients
             parts = [jobs[i : i + self.engine.width] for i in range(0, len(jobs), self.engine.width)]
             return [r for part in parts for r in self.engine.train(method, federation, part, round, max_steps)]
         if not self._pool:
             self._pool = self._start(send(), federation)
-        # Jobs come by falling size, so dealing them out in turn gives every worker about as much to do.
+        # Jobs are sorted by falling size, so dealing them out in turn balances the load.
         shares = [list(range(i, len(jobs), self.workers)) for i in range(min(self.workers, len(jobs)))]
-        # One piece of memory for all, and for all rounds: the model that clients share is copied once.
+        # One block of memory for all jobs and rounds; entries that clients share are copied once.
         layouts, self._memory = _pack([s for job in jobs for s in (job.state, job.optimizer)], self._memory)
         for worker, share in zip(self._pool, shares, strict=False):
             clients, own = [jobs[i].client for i in share], [layouts[2 * i + k] for i in share for k in (0, 1)]
@@ -126,7 +126,7 @@ class WorkerEngine(Engine):
 
 
 class _Precision(NamedTuple):
-    """Settings that a Trainer's precision makes in its own process, for workers to make, too."""
+    """Precision settings of a Trainer in its own process, to be repeated in workers."""
 
     mixed: bool
     lower: torch.dtype
@@ -134,19 +134,19 @@ class _Precision(NamedTuple):
 
     @classmethod
     def current(cls) -> _Precision:
-        """That of this process."""
+        """Return the settings of this process."""
         return cls(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Compute with it; weights change in place, so no low-precision copy of them is cached."""
+        """Apply the settings; without autocast's weight cache, because weights change in place."""
         torch.set_default_dtype(self.default)
         with torch.autocast("cpu", self.lower, self.mixed, cache_enabled=False):
             yield
 
 
 class _Task(NamedTuple):
-    """Clients to train, and the tensors that they start from in one piece of memory: state, optimizer, state, ..."""
+    """Clients to train, and the memory layout of their initial tensors: state, optimizer, state, ..."""
 
     local: LocalTraining
     seed: int
@@ -161,7 +161,7 @@ class _Task(NamedTuple):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies in a piece of memory."""
+    """Position of a tensor in a block of memory."""
 
     start: int
     shape: tuple[int, ...]
@@ -173,11 +173,11 @@ class _Place:
 
 
 def _pack(states: Sequence[State], memory: torch.Tensor | None = None) -> tuple[list[dict[str, _Place]], torch.Tensor]:
-    """Put tensors into one piece of shared memory; one that several states share is put there once.
+    """Copy tensors into one block of shared memory; tensors shared by several states are copied once.
 
     Args:
         states: the tensors by name.
-        memory: shared memory that may be written to, used if it is large enough.
+        memory: shared memory to reuse if it is large enough.
     """
     places: dict[tuple[Any, ...], tuple[_Place, torch.Tensor]] = {}
     layouts: list[dict[str, _Place]] = []
@@ -208,11 +208,11 @@ def _unpack(layouts: Sequence[dict[str, _Place]], memory: torch.Tensor) -> list[
 
 
 class _Worker:
-    """One worker process, seen from the run's own."""
+    """One worker process, as seen from the main process."""
 
     def __init__(self, number: int, setting: tuple[Any, ...], timeout: float) -> None:
         self.number, self.setting, self.timeout = number, setting, timeout
-        self.beat = _context().RawValue("q", 0)  # local steps that it has taken
+        self.beat = _context().RawValue("q", 0)  # number of local steps taken
         self.task: _Task | None = None
         self.answered = False
         self._launch()
@@ -225,19 +225,19 @@ class _Worker:
         other.close()
 
     def begin(self, task: _Task) -> None:
-        """Let the worker train some clients."""
+        """Start training some clients."""
         self.task = task
-        _in_thread(self.connection.send_bytes, ForkingPickler.dumps(task))  # waits while the worker does not read
+        _in_thread(self.connection.send_bytes, ForkingPickler.dumps(task))  # blocks until the worker reads
 
     def results(self) -> list[Result]:
-        """Receive the results; a worker that died is started anew, once."""
+        """Receive the results; a worker that died is restarted once."""
         assert self.task is not None
         try:
             answer = self._receive()
         except (EOFError, OSError):
-            signals.check()  # which may have killed it too
+            signals.check()  # the same signal may have killed it
             self._check_started()
-            rank_zero_warn(f"{self} died; it is started anew and its clients are trained again.")
+            rank_zero_warn(f"{self} died; it is restarted and its clients are trained again.")
             self._launch()
             self.begin(self.task)
             try:
@@ -259,7 +259,7 @@ class _Worker:
         ]
 
     def _check_started(self) -> None:
-        """Tell a process that was killed from one that never came to work: it ended by an error of its own."""
+        """Raise an error if the process failed before its first answer; being killed does not count."""
         self.process.join(timeout=5)
         if not self.answered and (self.process.exitcode or 0) > 0:
             raise FederationError(
@@ -269,7 +269,7 @@ class _Worker:
             ) from None
 
     def _receive(self) -> Any:
-        """Receive from the worker, unless it takes no step for too long; a pause of this process does not count."""
+        """Receive from the worker with a time limit between its steps; pauses of this process do not count."""
         answer, idle, beat = _in_thread(self.connection.recv), 0.0, self.beat.value
         while not wait([answer], LOOK).done:
             signals.check()
@@ -283,12 +283,12 @@ class _Worker:
         self.process.kill()
         clients = ", ".join(map(str, [] if self.task is None else self.task.clients[:10]))
         raise FederationError(
-            f"{self} has not taken a step for {self.timeout:g} seconds while it trained clients {clients}: see what it "
-            "waits for, or let FL_LIGHTNING_TIMEOUT be longer than any step takes; the last checkpoint is intact."
+            f"{self} has taken no step for {self.timeout:g} seconds while training clients {clients}: find out what it "
+            "waits for, or set FL_LIGHTNING_TIMEOUT above the duration of any step; the last checkpoint is intact."
         )
 
     def stop(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self.connection.close()
         self.process.join(timeout=5)
         if self.process.is_alive():
@@ -299,13 +299,13 @@ class _Worker:
 
 
 def _in_thread(act: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call a function in a thread of its own, as it may wait for a process that does not go on."""
+    """Call a function in a thread, because it may block on a process that hangs."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(act(*args))
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # raised by result()
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
@@ -313,7 +313,7 @@ def _in_thread(act: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 def _context() -> Any:
-    """Processes forked from one that has imported all and computed nothing; forks of a busy one may wait for ever."""
+    """Return a context that forks from a process with all imports but no threads; forks of a busy one may deadlock."""
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -327,16 +327,16 @@ class _Failure(NamedTuple):
 
 
 class _WorkerError(Exception):
-    """Shows where in the worker an error came from."""
+    """Shows the traceback of an error in a worker."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def _work(connection: Connection, beat: Any, method: Any, federation: Federation, engine: str, width: int) -> None:
-    """Run a worker process: train clients that are sent to it until the connection closes."""
+    """Run a worker process: train the clients of received tasks until the connection closes."""
     _end_with_run()
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a run, which its own acts on
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a run, handled by the main process
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     trainer = ENGINES[engine](width)
@@ -355,14 +355,14 @@ def _work(connection: Connection, beat: Any, method: Any, federation: Federation
                     results = trainer.train(method, federation, jobs, task.round, task.max_steps)
                 layouts, memory = _pack([s for result in results for s in (result.state, result.optimizer)])
                 connection.send((layouts, memory, [r.loss for r in results], [r.steps for r in results]))
-            except Exception as error:  # whatever it is, the run's own process is where it belongs
+            except Exception as error:  # raised again in the main process
                 connection.send(_Failure(_sendable(error), traceback.format_exc()))
 
 
 def _end_with_run() -> None:
-    """Have this worker killed when the run's own process is gone, even while it is stopped.
+    """Have this worker killed when the main process ends, even if it is stopped.
 
-    Its parent is the server that it was forked from, which ends with the run unless a worker keeps its pipe open.
+    Its parent is the fork server, which ends with the main process unless a worker keeps its pipe open.
     """
     kept = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
     if kept is not None:
@@ -372,9 +372,9 @@ def _end_with_run() -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or what it says where it cannot be sent to another process as it is."""
+    """Return the error, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does when it is written or read
+    except Exception:  # raised by the error's own pickling methods
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

@@ -1,5 +1,5 @@
-"""A federation over Flower: keys, the processes of Flower as children, and bridges that only pass bytes on.
+"""A federation over Flower: keys, Flower's processes as children, and bridges that forward bytes.
 
-The training runs in this process and the data of a site in that of the site; Flower's own processes see bytes. Nothing
-here imports torch, numpy or lightning, because Flower starts a process for every message. Needs the extra ``deploy``.
+Training runs in this process, and a site's data stays in the site's process; Flower's own processes only see bytes.
+Nothing here imports torch, numpy or lightning, because Flower starts a process per message. Needs the extra ``deploy``.
 """

@@ -1,4 +1,4 @@
-"""Ends of the bridges: the transport of the training process, and the worker of a site."""
+"""The bridges' endpoints: the transport of the training process, and the worker of a site."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fl_lightning.flower.sockets import Door, hang_up, receive, send
 
 log = logging.getLogger(__name__)
 
-#: Seconds that present() waits for Flower, and after which the app is submitted again.
+#: Seconds that present() waits for Flower, and seconds after which the app is submitted again.
 PATIENCE, AGAIN = 120.0, 60.0
-#: Seconds between two looks whether a wait is to end.
+#: Seconds between two checks while waiting.
 LOOK = 1.0
-#: Seconds that Flower keeps a message longer than a reply is awaited, so that a late one can be named.
+#: Seconds that Flower keeps a message beyond its time limit, so that a late reply can be reported.
 LATE = 600.0
 
 
 class GridTransport:
-    """Passes messages to the nodes of a Flower federation and their replies back.
+    """Forwards messages to the nodes of a Flower federation, and their replies back.
 
     Args:
-        socket: Where this process listens for the ServerApp.
-        submit: Has Flower start the ServerApp; called again whenever it has ended.
+        socket: Path of the socket that the ServerApp connects to.
+        submit: Makes Flower start the ServerApp; called again whenever it has ended.
         patience: Seconds that ``present`` waits for Flower.
-        check: Called every second while something is awaited; it may raise, to end the wait.
+        check: Called every second while waiting; it may raise to stop waiting.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GridTransport:
         self._connection: Connection[Any, Any] | None = None
         self._names: dict[int, str] = {}
         self._ready = False
-        self._number = int(time.time() * 1000)  # numbers of an earlier process mean nothing here
+        self._number = int(time.time() * 1000)  # different from numbers of an earlier process
         self._waiting: dict[int, tuple[str, Connection[Any, Any]]] = {}
         self._arrived: dict[int, bytes | str] = {}
         self._late: dict[int, tuple[str, float]] = {}
@@ -58,18 +58,18 @@ class GridTransport:
             thread.start()
 
     def present(self) -> list[str]:
-        """Names of the nodes that are online now; none if Flower does not answer in time."""
+        """Return the names of the nodes that are online; none if Flower does not answer in time."""
         with self._changed:
             if not self._await(lambda: self._ready or self._closed.is_set(), self.patience):
                 log.warning("Flower has not answered for %.0f s.", self.patience)
             return sorted(self._names.values())
 
     def post(self, requests: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, bytes | str]]:
-        """Send a request to each node and yield the replies as they come, or a sentence for a node that failed.
+        """Send a request to each node and yield the replies as they arrive, or an error message for a failed node.
 
         Args:
             requests: Bytes by name of node.
-            seconds: How long to wait for replies; what comes later is left out, and said.
+            seconds: Time limit for replies; later ones are dropped with a warning.
         """
         until = time.monotonic() + seconds
         numbers: dict[int, str] = {}
@@ -88,7 +88,7 @@ class GridTransport:
                     yield numbers.pop(number), reply
                 if not came:
                     break
-        finally:  # time is up, or nobody asks any more
+        finally:  # the time is up, or the caller stopped iterating
             with self._changed:
                 for number, name in numbers.items():
                     self._arrived.pop(number, None)
@@ -97,7 +97,7 @@ class GridTransport:
         yield from ((name, f"{name} did not answer within {seconds:g} s.") for name in numbers.values())
 
     def close(self) -> None:
-        """End the ServerApp and listen no more."""
+        """End the ServerApp and close the socket."""
         self._closed.set()
         with self._changed:
             if self._connection is not None:
@@ -107,7 +107,7 @@ class GridTransport:
         self._door.close()
 
     def _await(self, true: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something is true, at most so long; the lock is held by the caller."""
+        """Wait until a condition holds, up to a time limit; the caller holds the lock."""
         until = time.monotonic() + seconds
         while not self._changed.wait_for(true, min(max(until - time.monotonic(), 0.0), LOOK)):
             if time.monotonic() >= until:
@@ -116,7 +116,7 @@ class GridTransport:
         return True
 
     def _send(self, name: str, payload: bytes, seconds: float) -> tuple[int, str]:
-        """Send one request: its number, or a sentence that says why it could not be sent."""
+        """Send one request; return its number, or an error message."""
         with self._changed:
             node = next((node for node, known in self._names.items() if known == name), None)
             connection = self._connection
@@ -131,11 +131,11 @@ class GridTransport:
             with self._sending:
                 send(connection, "ask", payload, number=number, node=str(node), ttl=seconds + LATE)
         except (OSError, ValueError):
-            self._lost(connection)
+            self._drop(connection)
         return number, ""
 
     def _accept(self) -> None:
-        """Take connections of ServerApps; the newest counts."""
+        """Accept connections of ServerApps; the newest replaces earlier ones."""
         while not self._closed.is_set():
             connection = self._door.accept(0.2)
             if connection is None:
@@ -147,20 +147,20 @@ class GridTransport:
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: Connection[Any, Any]) -> None:
-        """Take what a ServerApp says until it is gone."""
+        """Receive messages of a ServerApp until it disconnects."""
         with connection:
             while True:
                 try:
                     header, payload = receive(connection)
                 except (EOFError, OSError, ValueError, KeyError):
-                    self._lost(connection)
+                    self._drop(connection)
                     return
                 with self._changed:
                     self._take(header, payload, connection is self._connection)
                     self._changed.notify_all()
 
     def _take(self, header: dict[str, Any], payload: bytes, newest: bool) -> None:
-        """Put away what a ServerApp said."""
+        """Store a message of a ServerApp."""
         if header["kind"] == "nodes":
             if newest:
                 self._names = _names({int(node): str(name) for node, name in header["nodes"].items()})
@@ -175,10 +175,10 @@ class GridTransport:
             late, since = self._late.pop(number)
             if header["kind"] == "reply":
                 seconds = time.monotonic() - since
-                log.warning("%s answered %.1f s after the time limit; its reply is left out.", late, seconds)
+                log.warning("%s answered %.1f s after the time limit; its reply is dropped.", late, seconds)
 
-    def _lost(self, connection: Connection[Any, Any]) -> None:
-        """Give up what a connection that is gone would have answered."""
+    def _drop(self, connection: Connection[Any, Any]) -> None:
+        """Fail the pending requests of a lost connection."""
         with self._changed:
             if self._connection is connection:
                 self._connection, self._ready, self._names = None, False, {}
@@ -189,7 +189,7 @@ class GridTransport:
             self._changed.notify_all()
 
     def _supervise(self) -> None:
-        """Have the ServerApp started whenever none is connected."""
+        """Submit the ServerApp whenever none is connected."""
         said = ""
         while not self._closed.is_set():
             with self._changed:
@@ -211,12 +211,12 @@ class GridTransport:
 
 
 class Worker:
-    """Answers messages in the calling thread, one after the other.
+    """Answers messages one after the other in the calling thread.
 
     Args:
-        socket: Where it listens for ClientApps.
-        answer: Gives the reply to a request. What it raises as a FederationError is told to the server as it is; of any
-            other exception the server hears that there was one, and no more.
+        socket: Path of the socket that ClientApps connect to.
+        answer: Returns the reply to a request. The server receives the text of a FederationError that it raises; of any
+            other exception it learns only that one occurred.
     """
 
     def __init__(self, socket: Path, answer: Callable[[bytes], bytes]) -> None:
@@ -224,7 +224,7 @@ class Worker:
         self._stopped = threading.Event()
 
     def serve(self) -> None:
-        """Answer until ``stop``."""
+        """Answer messages until ``stop``."""
         try:
             while not self._stopped.is_set():
                 connection = self._door.accept(0.2)
@@ -235,7 +235,7 @@ class Worker:
             self._door.close()
 
     def stop(self) -> None:
-        """Have ``serve`` return after the message that it is at."""
+        """Make ``serve`` return after the current message."""
         self._stopped.set()
 
     def _one(self, connection: Connection[Any, Any]) -> None:
@@ -250,7 +250,7 @@ class Worker:
         except FederationError as error:
             reason = str(error).rstrip(".")
         except Exception:
-            log.exception("This site could not answer a message; the server is told that, and not why.")
+            log.exception("This site could not answer a message; the server does not learn the reason.")
             reason = "its worker failed; the site's own log says why"
         try:
             if reason:
@@ -258,11 +258,11 @@ class Worker:
             else:
                 send(connection, "reply", reply)
         except OSError:
-            log.warning("A ClientApp ended before it took its reply.")
+            log.warning("A ClientApp ended before it received its reply.")
 
 
 def _names(given: Mapping[int, str]) -> dict[int, str]:
-    """Names of nodes: those that were registered, or numbers where two are alike or there is none."""
+    """Return the nodes' registered names, or their numbers if a name is missing or not unique."""
     counts: dict[str, int] = {}
     for name in given.values():
         counts[name] = counts.get(name, 0) + 1

@@ -1,4 +1,4 @@
-"""Processes of Flower as children: heard, started again when they end, and ended with this process."""
+"""Flower's processes as children: their output is read, and they are restarted when they end."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fl_lightning.flower.launch import write_scripts
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a child is given to end by itself; Flower's own limit is 5.
+#: Time limit in seconds for a child to terminate; Flower's own limit is 5.
 FAREWELL = 8.0
 #: Seconds between polls of Flower's processes for work.
 POLL = 0.25
-#: Seconds before a child is started again: the first time, and at most.
+#: Seconds before a child is restarted: initially, and at most.
 PAUSE, LONGEST_PAUSE = 1.0, 30.0
-#: Seconds between looks at a child's own children.
+#: Seconds between two checks of a child's own children.
 LOOK = 2.0
 #: The command with which Flower starts apps.
 STARTER = "flower-superexec"
-#: What its parent writes when it is there.
+#: Output of its parent process when it has started.
 STARTS = "Starting Flower SuperExec"
-#: Lines that say only that a request was answered.
+#: Parts of log lines that only report a successful request.
 _ROUTINE = ('" 200', "HTTP Request: ")
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's processes: their files under a home folder, no telemetry, our scripts first."""
+    """Return the environment of Flower's processes: files under a home folder, no telemetry, our scripts first."""
     scripts, flower = home.resolve() / "bin", home.resolve() / "flwr"
     write_scripts(scripts)
     flower.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -54,16 +54,16 @@ def environment(home: Path) -> dict[str, str]:
 
 
 class Child:
-    """A process that is kept running.
+    """A process that is restarted whenever it ends.
 
     Args:
-        name: What it is called in its log.
-        command: Gives the command line; called before every start.
+        name: Its name in the log.
+        command: Returns the command line; called before every start.
         env: Its environment.
-        output: File that its output is added to.
+        output: File that its output is appended to.
         hear: Called with every line of its output.
-        judge: Called with its last lines when it has ended by itself: seconds to wait before the next start, or None
-            for a pause that grows.
+        judge: Called with its last lines when it has ended: returns the seconds to wait before the next start, or None
+            for a growing pause.
     """
 
     def __init__(
@@ -87,23 +87,23 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Number of the process, or None while there is none."""
+        """Process ID, or None if it does not run."""
         process = self.process
         return process.pid if process is not None and process.poll() is None else None
 
     def last(self) -> str:
-        """Its last lines."""
+        """Return its last lines of output."""
         return "\n".join(self._last)
 
     def start(self) -> None:
-        """Start it, and again whenever it ends, until ``stop``."""
+        """Start it, and restart it whenever it ends, until ``stop``."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._keep, name=f"keeper of {self.name}", daemon=True)
         self._thread.start()
         self._first.wait(FAREWELL)
 
     def stop(self) -> None:
-        """End it and wait until it has ended."""
+        """Terminate it and wait until it has ended."""
         self._ended.set()
         process = self.process
         if process is not None and process.poll() is None:
@@ -117,7 +117,7 @@ class Child:
             self._thread.join(FAREWELL)
 
     def _keep(self) -> None:
-        """Start, hear, wait: in one thread that lives as long, because the system ends a child with its thread."""
+        """Start and wait, in one long-lived thread, because the system kills a child when its thread ends."""
         pause = PAUSE
         while not self._ended.is_set():
             began = time.monotonic()
@@ -146,10 +146,10 @@ class Child:
             reader = threading.Thread(target=self._listen, args=(process, output), daemon=True)
             reader.start()
             self._watch(process)
-            reader.join(2.0)  # its own children may hold the pipe a moment longer
+            reader.join(2.0)  # its own children may hold the pipe slightly longer
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
-        """Wait until it has ended; end it where the process that starts its apps is gone, which it does not notice."""
+        """Wait until it ends; kill it if its process that starts apps has died, which it does not notice."""
         missed = 0
         while True:
             try:
@@ -160,11 +160,11 @@ class Child:
             self._had = self._had or STARTER[:15] in names
             missed = 0 if names or not self._had else missed + 1
             if missed > 1 and not self._ended.is_set():
-                log.warning("What the %s starts apps with has ended: it is started again.", self.name)
+                log.warning("The process that starts apps for the %s has ended: it is restarted.", self.name)
                 process.kill()
 
     def _listen(self, process: subprocess.Popen[str], output: object) -> None:
-        """Write down what it says."""
+        """Copy its output to the file and to ``hear``."""
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
@@ -173,16 +173,16 @@ class Child:
                 try:
                     output.write(line)  # type: ignore[attr-defined]
                     output.flush()  # type: ignore[attr-defined]
-                except ValueError:  # closed: what comes later is from its children
+                except ValueError:  # closed: later output comes from its children
                     return
                 self._last = [*self._last[-60:], line.rstrip()]
-                self._had = self._had or STARTS in line  # one that is killed at once is not seen otherwise
+                self._had = self._had or STARTS in line  # it may be killed before it is ever seen
                 if not self._ended.is_set():
                     self.hear(line)
 
 
 def _children(pid: int) -> list[str]:
-    """Names, of at most 15 letters, of a process's children that run; none where the system does not tell."""
+    """Return the names (at most 15 letters) of a process's running children; none if the system does not list them."""
     names = []
     try:
         lists = [task.joinpath("children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
@@ -190,6 +190,6 @@ def _children(pid: int) -> list[str]:
             name, rest = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)
             if rest.split()[0] != "Z":
                 names.append(name.split("(", 1)[1])
-    except OSError:  # one of them ended while they were read
+    except OSError:  # one of them ended meanwhile
         return [""]
     return names

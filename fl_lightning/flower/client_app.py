@@ -1,4 +1,4 @@
-"""Flower's ClientApp, a process for every message: passes bytes to the site's worker, and its answer back."""
+"""Flower's ClientApp, one process per message: forwards bytes to the site's worker, and its reply back."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from flwr.clientapp import ClientApp
 from fl_lightning.flower.payload import packed, unpacked
 from fl_lightning.flower.sockets import connect, receive, send
 
-#: Seconds to wait for the worker, which may be starting again.
+#: Seconds to wait for the worker, which may be restarting.
 PATIENCE = 20.0
-#: Flower's number of an error that a ClientApp reports.
+#: Flower's error code for failures reported by a ClientApp.
 FAILED = 2
 
 
 def answer(message: Message, context: Context) -> Message:
-    """The worker's answer to a message, or an error with its sentence."""
+    """Return the worker's reply to a message, or an error."""
     try:
         connection = connect(Path(str(context.node_config["socket"])), PATIENCE)
     except (ConnectionError, KeyError):
-        return _failed(message, "its worker does not run")
+        return _failed(message, "its worker is not running")
     try:
         send(connection, "ask", unpacked(message.content))
         header, payload = receive(connection)
     except (EOFError, OSError):
-        return _failed(message, "its worker ended while it worked")
+        return _failed(message, "its worker ended while working on the request")
     finally:
         connection.close()
     if header["kind"] == "failed":
@@ -37,7 +37,7 @@ def answer(message: Message, context: Context) -> Message:
 
 
 def _failed(message: Message, reason: str) -> Message:
-    """An error with its sentence."""
+    """Return an error with a reason."""
     return Message(Error(FAILED, reason), reply_to=message)
 
 

@@ -1,4 +1,4 @@
-"""Keys of a federation: a certificate authority, the server's certificate, and the key that a site is known by."""
+"""Keys of a federation: a certificate authority, the server's certificate, and the sites' key pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from fl_lightning.errors import FederationError
 from fl_lightning.flower.needed import needed
 
-#: Names that the server's certificate holds besides those given: the server's own processes use them.
+#: Names in the server's certificate besides those given: the server's own processes use them.
 LOCAL = ("localhost", "127.0.0.1")
 #: Days that the authority and the server's certificate are valid.
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 825
@@ -23,10 +23,10 @@ AUTHORITY_DAYS, SERVER_DAYS = 3650, 825
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """Files of a server: the authority's certificate goes to the sites, the others stay.
+    """Files of a server: sites get the authority's certificate, the others are secret or local.
 
     Attributes:
-        authority: Certificate that sites check the server with.
+        authority: Certificate with which sites verify the server.
         certificate: Certificate of the server.
         key: Private key of the server.
     """
@@ -38,7 +38,7 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class NodeKeys:
-    """Files of a site: the public one goes to the server's operator, the private one stays.
+    """Files of a site: the public key goes to the server's operator, the private key stays.
 
     Attributes:
         private: Private key, in OpenSSH's format.
@@ -50,11 +50,11 @@ class NodeKeys:
 
 
 def server_keys(folder: Path, hosts: Sequence[str] = ()) -> ServerKeys:
-    """Keys of a server in a folder; what is there is used again, and nothing is overwritten.
+    """Return the keys of a server in a folder, created if missing; nothing is overwritten.
 
     Args:
-        folder: The folder, made for its owner alone if it is new.
-        hosts: Names and addresses by which sites reach the server.
+        folder: The folder, created with access for its owner only.
+        hosts: Names and addresses under which sites reach the server.
     """
     needed("cryptography")
     from cryptography import x509
@@ -81,7 +81,7 @@ def server_keys(folder: Path, hosts: Sequence[str] = ()) -> ServerKeys:
 
 
 def node_keys(folder: Path, name: str = "site") -> NodeKeys:
-    """Key pair of a site in a folder; what is there is used again, and nothing is overwritten."""
+    """Return the key pair of a site in a folder, created if missing; nothing is overwritten."""
     needed("cryptography")
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -106,7 +106,7 @@ def node_keys(folder: Path, name: str = "site") -> NodeKeys:
 
 
 def load_node_key(path: Path) -> Any:
-    """The private key of a site from its file."""
+    """Load the private key of a site."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -126,7 +126,7 @@ def load_node_key(path: Path) -> Any:
 
 
 def check_public(path: Path) -> None:
-    """Say what keeps a file from being a site's public key."""
+    """Raise an error if a file is not a site's public key."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
@@ -142,12 +142,12 @@ def check_public(path: Path) -> None:
 
 
 def fingerprint(private: Path) -> str:
-    """Short form of a site's public key, as ``ssh-keygen -l`` gives it."""
+    """Return the fingerprint of a site's public key, in the format of ``ssh-keygen -l``."""
     return short(load_node_key(private).public_key())
 
 
 def short(public: Any) -> str:
-    """Short form of a public key, as ``ssh-keygen -l`` gives it."""
+    """Return the fingerprint of a public key, in the format of ``ssh-keygen -l``."""
     from cryptography.hazmat.primitives import serialization
 
     form = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
@@ -156,7 +156,7 @@ def short(public: Any) -> str:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that nobody else may open; say so where others may open one that is there."""
+    """Create a folder that only its owner may open, and restrict access to an existing one."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_mode & 0o077:
         if folder.stat().st_uid != os.getuid():
@@ -165,7 +165,7 @@ def private_folder(folder: Path) -> None:
 
 
 def _check_server(keys: ServerKeys, names: Sequence[str]) -> None:
-    """Say what keeps the files that are there from being used."""
+    """Raise an error if the existing files cannot be used."""
     from cryptography import x509
 
     for path in (keys.authority, keys.key):
@@ -174,7 +174,7 @@ def _check_server(keys: ServerKeys, names: Sequence[str]) -> None:
     again = f"Remove {keys.certificate} to have another one signed by the same authority."
     certificate = x509.load_pem_x509_certificate(keys.certificate.read_bytes())
     if certificate.not_valid_after_utc < datetime.now(UTC):
-        raise FederationError(f"{keys.certificate} ended on {certificate.not_valid_after_utc:%Y-%m-%d}. {again}")
+        raise FederationError(f"{keys.certificate} expired on {certificate.not_valid_after_utc:%Y-%m-%d}. {again}")
     held = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     known = {str(name.value) for name in held}
     missing = [name for name in names if name not in known]
@@ -183,7 +183,7 @@ def _check_server(keys: ServerKeys, names: Sequence[str]) -> None:
 
 
 def _certificate(own: Any, signer: Any, authority: Any, days: int, names: Sequence[str] = ()) -> Any:
-    """A certificate: of an authority, signed by itself, or of a server with these names."""
+    """Create a certificate: of an authority, signed by itself, or of a server with these names."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -204,7 +204,7 @@ def _certificate(own: Any, signer: Any, authority: Any, days: int, names: Sequen
         .issuer_name(issuer)
         .public_key(own.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))  # clocks of sites may differ
+        .not_valid_before(now - timedelta(hours=1))  # sites' clocks may differ
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=signs, path_length=0 if signs else None), critical=True)
         .add_extension(
@@ -224,7 +224,7 @@ def _certificate(own: Any, signer: Any, authority: Any, days: int, names: Sequen
 
 
 def _alternative(name: str) -> Any:
-    """A host in a certificate: an address, or a name."""
+    """Return a host as an entry of a certificate: an address, or a name."""
     from cryptography import x509
 
     try:
@@ -234,7 +234,7 @@ def _alternative(name: str) -> Any:
 
 
 def _private_key(path: Path) -> Any:
-    """The private key of a file, made if it is not there."""
+    """Load the private key of a file, created if missing."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -248,21 +248,21 @@ def _private_key(path: Path) -> Any:
 
 
 def _private_bytes(key: Any, form: Any) -> bytes:
-    """The bytes of a private key without a password."""
+    """Serialise a private key without a password."""
     from cryptography.hazmat.primitives import serialization
 
     return bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
 
 
 def _pem(certificate: Any) -> bytes:
-    """The bytes of a certificate."""
+    """Serialise a certificate."""
     from cryptography.hazmat.primitives import serialization
 
     return bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def _write(path: Path, content: bytes, secret: bool = False) -> None:
-    """Write a new file whole or not at all; one that is there stays."""
+    """Write a new file atomically; an existing one is an error."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.unlink(missing_ok=True)
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
@@ -271,6 +271,6 @@ def _write(path: Path, content: bytes, secret: bool = False) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.link(part, path)  # refuses where a file is
+        os.link(part, path)  # fails if the file exists
     finally:
         part.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Starts a command of Flower: ended with the process that started it, and never running code that came by network.
+"""Start of Flower's commands: they end with the process that started them, and never run code from the network.
 
-Flower looks its commands up by name and starts them itself. A folder with short scripts of these names, first in PATH,
-leads here. A site then runs this package's ClientApp whatever app a server sends, and a server answers other machines
-for the messages of registered sites alone: whoever may reach its port may otherwise submit apps and register keys.
+Flower looks up its commands by name and starts them itself. A folder with scripts of these names, first in PATH, leads
+here. A site thus runs this package's ClientApp whatever app a server sends. A server accepts from other machines only
+the messages of registered sites; otherwise anyone who reaches its port could submit apps and register keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fl_lightning.flower.leave import EARLIER, leave
 from fl_lightning.flower.nursery import raise_client_apps
 from fl_lightning.process import end_with_parent
 
-#: Commands of Flower that are started, and the function behind each of them.
+#: Supported commands of Flower, and the function behind each of them.
 COMMANDS = {
     "flower-superlink": "flwr.superlink.cli.flower_superlink:flower_superlink",
     "flower-supernode": "flwr.supernode.cli.flower_supernode:flower_supernode",
@@ -35,15 +35,15 @@ COMMANDS = {
     "flwr-serverapp": "flwr.superlink.cli.flwr_serverapp:flwr_serverapp",
     "flwr": "flwr.cli.app:app",
 }
-#: Commands that a federation has no use for, and that would run an app.
+#: Commands that a federation does not need and that would run an app.
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
-#: Paths of the superlink that other machines may ask for: those of the sites' messages.
+#: Paths of the superlink that are open to other machines: those of the sites' messages.
 OPEN = ("/v1/fleet/",)
-#: Seconds that a supernode waits between questions.
+#: Maximum number of seconds between two polls of a supernode.
 PAUSE = 1.0
-#: Environment variable of a site's processes.
+#: Environment variable that marks a site's processes.
 AT_SITE = "FL_LIGHTNING_AT_SITE"
-#: Linux: the number of prctl's option that names a process.
+#: Option of Linux's prctl that names a process.
 PR_SET_NAME = 15
 
 _Scope = MutableMapping[str, Any]
@@ -52,12 +52,12 @@ _Send = Callable[[_Scope], Awaitable[None]]
 
 
 def command(name: str, *arguments: str) -> list[str]:
-    """How one of the commands is started."""
+    """Return the command line of one of the commands."""
     return [sys.executable, "-P", "-m", "fl_lightning.flower.launch", name, *arguments]
 
 
 def write_scripts(folder: Path) -> None:
-    """Write the scripts that lead here."""
+    """Write the scripts that replace Flower's commands."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in (*COMMANDS, *REFUSED):
         run = f'exec {shlex.join(command(name))} "$@"' if name in COMMANDS else "exit 1"
@@ -68,17 +68,17 @@ def write_scripts(folder: Path) -> None:
 
 
 class LocalOnly:
-    """Refuses what other machines ask for, except for the messages of sites.
+    """ASGI middleware that rejects requests of other machines, except for the messages of sites.
 
     Args:
-        app: The application behind.
+        app: The wrapped application.
     """
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        """Pass a request on, or answer 403."""
+        """Forward a request, or answer 403."""
         path = str(scope.get("path", ""))
         if scope["type"] == "lifespan" or (path.startswith(OPEN) and ".." not in path) or _is_local(scope):
             await self.app(scope, receive, send)
@@ -88,7 +88,7 @@ class LocalOnly:
 
 
 def _is_local(scope: _Scope) -> bool:
-    """Whether a request comes from this machine."""
+    """Return whether a request comes from this machine."""
     client, server = scope.get("client"), scope.get("server")
     if not client:
         return False
@@ -100,7 +100,7 @@ def _is_local(scope: _Scope) -> bool:
 
 
 def _guard_superlink() -> None:
-    """Have the superlink refuse what other machines have no business with."""
+    """Add :class:`LocalOnly` to the superlink."""
     module = importlib.import_module("flwr.superlink.main")
     create = module.create_app
 
@@ -113,7 +113,7 @@ def _guard_superlink() -> None:
 
 
 def _own_client_app() -> None:
-    """Have this package's ClientApp answer every message; an app that a server sends is neither kept nor loaded."""
+    """Make this package's ClientApp answer every message; an app sent by a server is neither stored nor loaded."""
     from fl_lightning.flower.client_app import app
 
     module = importlib.import_module("flwr.supernode.runtime.run_clientapp")
@@ -128,36 +128,36 @@ def _own_client_app() -> None:
 
 
 def _fork_client_apps() -> None:
-    """At a site, have ClientApps forked."""
+    """Fork ClientApps instead of starting them, at a site."""
     if os.environ.get(AT_SITE):
-        importlib.import_module(COMMANDS["flower-superexec"].split(":")[0])  # once for both: it is most of the work
+        importlib.import_module(COMMANDS["flower-superexec"].split(":")[0])  # slow, so import once before forking
         _own_client_app()
         raise_client_apps(run)
 
 
-def _ask_sooner() -> None:
-    """Have a supernode ask for messages every second and not every third, and end what an earlier one left."""
+def _poll_faster() -> None:
+    """Make a supernode poll every second instead of every third, and deregister its earlier connection."""
     module = importlib.import_module("flwr.supernode.start_client_internal")
     module.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, PAUSE)))  # type: ignore[attr-defined]
     node = os.environ.get(EARLIER)
     given = dict(itertools.pairwise(sys.argv))
     if node and "--root-certificates" in given:
         files = Path(given["--root-certificates"]), Path(given["--auth-supernode-private-key"])
-        with contextlib.suppress(Exception):  # it joins a minute later, then
+        with contextlib.suppress(Exception):  # the site then joins a minute later
             leave(given["--superlink"], *files, int(node))
 
 
-#: Preparations by command.
+#: Preparations by command, run before it.
 BEFORE: dict[str, Callable[[], None]] = {
     "flower-superlink": _guard_superlink,
-    "flower-supernode": _ask_sooner,
+    "flower-supernode": _poll_faster,
     "flower-superexec": _fork_client_apps,
     "flwr-clientapp": _own_client_app,
 }
 
 
 def main() -> None:
-    """Run the command that the first argument names with the others."""
+    """Run the command named by the first argument with the others."""
     end_with_parent()
     del sys.argv[0]
     BEFORE.get(sys.argv[0], lambda: None)()
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def register(connection: str, sites: str) -> None:
-    """Register sites one after the other in this process; print, as JSON, what Flower said of each it refused."""
+    """Register sites one by one in this process; print, as JSON, Flower's error message for each rejected one."""
     main_command = importlib.import_module("typer.main").get_command(importlib.import_module("flwr.cli.app").app)
     said = {}
     for name, public in json.loads(sites).items():
@@ -179,7 +179,7 @@ def register(connection: str, sites: str) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a command with its arguments in this process, which takes its name."""
+    """Run a command with its arguments in this process, renamed after it."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_NAME, arguments[0].encode())
     sys.argv = arguments

@@ -1,4 +1,4 @@
-"""Tells a server that an earlier connection of this site has ended, which it otherwise counts for another minute."""
+"""Deregistration of a site's earlier connection, which a server would otherwise count for another minute."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from fl_lightning.flower.keys import load_node_key
 
-#: Environment variable: number of the node that ended without saying so.
+#: Environment variable: ID of the node that ended without deregistering.
 EARLIER = "FL_LIGHTNING_EARLIER_NODE"
 
 
 def leave(address: str, authority: Path, key: Path, node: int) -> None:
-    """Say, signed with the site's key, that its node is not there any more.
+    """Deregister a node, signed with the site's key.
 
     Raises:
-        Exception: The server did not take it; the site then joins a minute later.
+        Exception: The server refused; the site then joins a minute later.
     """
     client = importlib.import_module("flwr.supernode.fleet_http_client").FleetHttpClient
     signed = importlib.import_module("flwr.supernode.node_auth_http_interceptor").NodeAuthHttpInterceptor

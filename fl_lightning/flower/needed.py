@@ -1,4 +1,4 @@
-"""The extra that deployment needs."""
+"""Check of the extra that deployment needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fl_lightning.errors import FederationError
 
 
 def needed(package: str = "flwr") -> None:
-    """Say how to install a package of the extra where it is missing.
+    """Raise an error with the command to install a missing package.
 
     Example:
         >>> needed("json")

@@ -1,7 +1,7 @@
-"""Starts ClientApps by forking a process that has Flower loaded, because loading it takes most of a message's time.
+"""Start of ClientApps by forking a process that has Flower loaded, since loading takes most of a message's time.
 
-Flower starts a process for every message and knows no other way on a machine without Kubernetes. Forking happens in a
-process without threads, which the one that looks for messages starts before it has any.
+Flower starts a process for every message; without Kubernetes there is no alternative. To fork safely, a process without
+threads does it, which the process that polls for messages starts before it has any threads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 from fl_lightning.process import end_with_parent
 
-#: Seconds between looks at ClientApps.
+#: Seconds between two checks of ClientApps.
 LOOK = 1.0
 
 
 def raise_client_apps(run: Callable[[list[str]], None]) -> None:
-    """Have the process that looks for messages fork ClientApps; called when it has loaded Flower and has no threads.
+    """Make the process that polls for messages fork ClientApps; call it after Flower is loaded and before any threads.
 
     Args:
         run: Runs a ClientApp with the arguments of its command.
@@ -39,7 +39,7 @@ def raise_client_apps(run: Callable[[list[str]], None]) -> None:
     if os.fork() == 0:
         here.close()
         try:
-            _nurse(there, run)
+            _fork_requests(there, run)
         finally:
             os._exit(1)
     there.close()
@@ -59,14 +59,14 @@ def raise_client_apps(run: Callable[[list[str]], None]) -> None:
         try:
             here.sendall(json.dumps(arguments).encode() + b"\n")
         except OSError:
-            os._exit(1)  # the supernode is started again, and with it all of this
+            os._exit(1)  # the supernode is restarted, and this process with it
         return results.accepted()
 
     module.SubprocessExecutor.launch = fork
 
 
-def _nurse(requests: socket.socket, run: Callable[[list[str]], None]) -> None:
-    """Fork for every line that comes, until there are no more."""
+def _fork_requests(requests: socket.socket, run: Callable[[list[str]], None]) -> None:
+    """Fork a ClientApp for every line received, until the socket is closed."""
     end_with_parent()
     rest = b""
     while True:
@@ -77,23 +77,23 @@ def _nurse(requests: socket.socket, run: Callable[[list[str]], None]) -> None:
             *lines, rest = (rest + more).split(b"\n")
             for line in lines:
                 if os.fork() == 0:
-                    _grow_up(json.loads(line), run)
-        _take_leave()
+                    _run_forked(json.loads(line), run)
+        _reap()
 
 
-def _take_leave() -> None:
-    """See which ClientApps have ended; after one that was killed, have all started again, so that the server hears."""
+def _reap() -> None:
+    """Reap ended ClientApps; if one was killed, kill the parent, so that the server notices the restart."""
     with contextlib.suppress(ChildProcessError):
         while True:
             number, status = os.waitpid(-1, os.WNOHANG)
             if number == 0:
                 return
             if os.WIFSIGNALED(status):
-                os.kill(os.getppid(), signal.SIGKILL)  # the supernode notices, and the server before its minute is over
+                os.kill(os.getppid(), signal.SIGKILL)  # the supernode and the server notice within a minute
 
 
-def _grow_up(arguments: list[str], run: Callable[[list[str]], None]) -> None:
-    """Be a ClientApp, and end."""
+def _run_forked(arguments: list[str], run: Callable[[list[str]], None]) -> None:
+    """Run a ClientApp in this forked process, and exit."""
     code = 1
     try:
         end_with_parent()

@@ -1,4 +1,4 @@
-"""Flower's ServerApp: passes the bytes of the training process to sites, and their answers back."""
+"""Flower's ServerApp: forwards bytes of the training process to sites, and their replies back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fl_lightning.flower.sockets import connect, receive, send
 
 #: Seconds to wait for the training process.
 PATIENCE = 20.0
-#: Seconds between looks for replies, and between looks at who is online.
+#: Seconds between polls for replies, and between polls for online nodes.
 REPLIES, NODES = 0.2, 1.0
-#: Sentences for Flower's numbers of errors, where its own are long.
+#: Reasons for some of Flower's error codes, whose own texts are long.
 REASONS = {5: "it is offline", 8: "its ClientApp ended"}
 
 
 class Bridge:
-    """Requests under way between a training process and Flower's grid.
+    """Pending requests between a training process and Flower's grid.
 
     Args:
         grid: Flower's grid.
@@ -31,17 +31,17 @@ class Bridge:
 
     def __init__(self, grid: Any, connection: Connection[Any, Any]) -> None:
         self.grid, self.connection = grid, connection
-        self.asked: dict[str, tuple[int, int, str]] = {}  # Flower's number of a message: ours, node, its activation
-        self.online: dict[int, tuple[str, str]] = {}  # node: name, since when it is there
+        self.asked: dict[str, tuple[int, int, str]] = {}  # by Flower's message ID: our number, node, its activation
+        self.online: dict[int, tuple[str, str]] = {}  # by node: name, time of activation
         self.told: dict[int, tuple[str, str]] | None = None
         self.looked = self.heard = 0.0
 
     def serve(self) -> None:
-        """Pass messages on until the training process is gone."""
+        """Forward messages until the training process disconnects."""
         try:
             while True:
                 self.look()
-                # Looks for replies cost the superlink: seldom where sites take long.
+                # Polls for replies load the superlink, so poll less often if sites take long.
                 quiet = (time.monotonic() - self.heard) / 10
                 if self.connection.poll(min(max(quiet, REPLIES), NODES) if self.asked else NODES):
                     self.ask()
@@ -50,7 +50,7 @@ class Bridge:
             return
 
     def look(self) -> None:
-        """Tell who is online where that has changed; ask no more of those that left or came again."""
+        """Report changes of the online nodes; fail requests to nodes that restarted."""
         if time.monotonic() - self.looked < NODES:
             return
         self.online = {
@@ -62,10 +62,10 @@ class Bridge:
             self.told = self.online
         for message, (number, node, since) in list(self.asked.items()):
             if node in self.online and self.online[node][1] != since:
-                self.failed(message, number, "it was started again while it was asked")
+                self.failed(message, number, "it was restarted while working on the request")
 
     def ask(self) -> None:
-        """Push one message of the training process."""
+        """Forward one request of the training process."""
         header, payload = receive(self.connection)
         self.heard = time.monotonic()
         number, node = int(header["number"]), int(header["node"])
@@ -77,7 +77,7 @@ class Bridge:
             self.asked[str(pushed)] = number, node, self.online.get(node, ("", ""))[1]
 
     def collect(self) -> None:
-        """Pass on the replies that have come."""
+        """Forward the replies that have arrived."""
         for reply in self.grid.pull_messages(list(self.asked)) if self.asked else ():
             self.heard = time.monotonic()
             message = str(reply.metadata.reply_to_message_id)
@@ -85,7 +85,7 @@ class Bridge:
                 continue
             number, node, _ = self.asked[message]
             if reply.has_error():
-                self.looked = 0.0  # so that who is offline is known before the message fails
+                self.looked = 0.0  # poll at once, so that an offline node is known before the message fails
                 self.look()
                 if message in self.asked:
                     self.failed(
@@ -98,13 +98,13 @@ class Bridge:
                 send(self.connection, "reply", unpacked(reply.content), number=number)
 
     def failed(self, message: str, number: int, reason: str) -> None:
-        """Say that a message is not answered."""
+        """Report a failed request."""
         del self.asked[message]
         send(self.connection, "failed", number=number, reason=reason)
 
 
 def main(grid: Grid, context: Context) -> None:
-    """Pass messages on between the training process and the grid."""
+    """Forward messages between the training process and the grid."""
     connection = connect(Path(str(context.run_config["socket"])), PATIENCE)
     try:
         Bridge(grid, connection).serve()

@@ -1,4 +1,4 @@
-"""Bytes between two processes of one machine: unix domain sockets that nobody else may open, never a pickle."""
+"""Messages between two processes of one machine over private unix domain sockets, without pickle."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 
 from fl_lightning.errors import FederationError
 
-#: Bytes that the path of a unix domain socket may have.
+#: Maximum length in bytes of the path of a unix domain socket.
 LONGEST = 100
 
 
 def socket_path(home: Path, name: str) -> Path:
-    """Where a socket lies: under the home folder, or, if that is too long, in the folder of temporary files.
+    """Return the path of a socket under the home folder or, if that is too long, in the folder of temporary files.
 
-    The path is the same for the same home, so that processes find each other again after a restart.
+    It depends on the home folder only, so processes find each other again after a restart.
     """
     home = home.resolve()
     folder = home / "sockets"
@@ -39,10 +39,10 @@ def socket_path(home: Path, name: str) -> Path:
 
 
 class Door:
-    """A socket that listens.
+    """A listening socket.
 
     Args:
-        path: Where it lies.
+        path: Path of the socket.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class Door:
         self._socket.listen(16)
 
     def accept(self, seconds: float) -> Connection[Any, Any] | None:
-        """The next connection, or None if none came in time."""
+        """Return the next connection, or None if there is none in time."""
         self._socket.settimeout(seconds)
         try:
             accepted, _ = self._socket.accept()
@@ -72,10 +72,10 @@ class Door:
 
 
 def connect(path: Path, seconds: float) -> Connection[Any, Any]:
-    """A connection to a socket that somebody listens on by then.
+    """Connect to a socket, waiting for it if necessary.
 
     Raises:
-        ConnectionError: Nobody does.
+        ConnectionError: No process listens in time.
     """
     until = time.monotonic() + seconds
     while True:
@@ -86,7 +86,7 @@ def connect(path: Path, seconds: float) -> Connection[Any, Any]:
         except OSError as error:
             plain.close()
             if time.monotonic() > until:
-                raise ConnectionError(f"Nobody listens on {path}.") from error
+                raise ConnectionError(f"No process listens on {path}.") from error
             time.sleep(0.1)
 
 
@@ -98,23 +98,23 @@ def send(connection: Connection[Any, Any], kind: str, payload: bytes | None = No
 
 
 def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], bytes]:
-    """The header and the payload of the next message.
+    """Return the header and the payload of the next message.
 
     Raises:
-        EOFError: The other side is gone.
+        EOFError: The other side has closed the connection.
     """
     header = json.loads(connection.recv_bytes())
     return header, connection.recv_bytes() if header["payload"] else b""
 
 
 def hang_up(connection: Connection[Any, Any]) -> None:
-    """Have a thread that waits for a connection see its end; closing it there would take the number from under it."""
+    """Shut a connection down, so that a thread reading it sees its end; closing would free its descriptor for reuse."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as plain:
         plain.shutdown(socket.SHUT_RDWR)
 
 
 def _answers(path: Path) -> bool:
-    """Whether a process listens on a socket."""
+    """Return whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plain:
         plain.settimeout(1.0)
         try:

@@ -21,7 +21,7 @@ from fl_lightning.flower.needed import needed
 
 log = logging.getLogger(__name__)
 
-#: Seconds until a superlink answers, and that one of Flower's commands may take.
+#: Time limits in seconds for the start of the superlink, and for Flower's commands.
 START, COMMAND = 120.0, 120.0
 #: Name of the connection in Flower's configuration.
 NAME = "fl-lightning"
@@ -29,15 +29,15 @@ APP = Path(__file__).parent / "app"
 
 
 class Superlink:
-    """Flower's server as a child: sites connect to it, and the app is submitted to it.
+    """Flower's server as a child process: sites connect to it, and the app is submitted to it.
 
-    What it knows lies in one file of the home folder, so that registered sites stay registered.
+    Its state is one file of the home folder, so registered sites stay registered.
 
     Args:
         home: Folder for its files.
-        host: Address to listen on; 0.0.0.0 for all of this machine's.
+        host: Address to listen on; 0.0.0.0 for all addresses of this machine.
         port: Port to listen on.
-        keys: Certificate and keys; None turns encryption and the check of the sites' keys off.
+        keys: Certificate and keys; None disables encryption and the check of the sites' keys.
     """
 
     def __init__(self, home: Path, host: str = "127.0.0.1", port: int = 8000, keys: ServerKeys | None = None) -> None:
@@ -51,7 +51,7 @@ class Superlink:
         self._strangers: set[str] = set()
 
     def start(self) -> None:
-        """Start it and wait until it answers.
+        """Start it and wait until it accepts connections.
 
         Raises:
             FederationError: The port is in use, or the superlink ended.
@@ -70,11 +70,11 @@ class Superlink:
         self._configure()
 
     def stop(self) -> None:
-        """End it and all that it started."""
+        """Stop it and its children."""
         self.child.stop()
 
     def answers(self) -> bool:
-        """Whether it runs and its port takes connections."""
+        """Return whether it runs and accepts connections."""
         if self.child.pid is None:
             return False
         host, port = self.address.rsplit(":", 1)
@@ -85,24 +85,24 @@ class Superlink:
         return True
 
     def register(self, public: Path, name: str = "") -> None:
-        """Let the site with a public key in; one that is in already stays.
+        """Admit the site with a public key; registering it twice is harmless.
 
         Args:
             public: File with its public key, in OpenSSH's format.
-            name: Name of the site in what is said about it.
+            name: Name of the site in messages.
         """
         refused = self.register_all({name: public})
         if refused:
             raise FederationError(refused[name])
 
     def register_all(self, sites: Mapping[str, Path]) -> dict[str, str]:
-        """Let several sites in at once, which takes hardly longer than one.
+        """Admit several sites at once, which is hardly slower than one.
 
         Args:
             sites: Files with public keys by name of site.
 
         Returns:
-            Sentences by the names of those that were not let in.
+            Error messages by name of rejected site.
         """
         refused, asked = {}, {}
         for name, public in sites.items():
@@ -120,14 +120,14 @@ class Superlink:
             words = dict.fromkeys(asked, _plain(done.stdout))
         for name, said in words.items():
             if said and "already in use" not in said:
-                refused[name] = f"The superlink did not take the key {sites[name]}: {said}"
+                refused[name] = f"The superlink rejected the key {sites[name]}: {said}"
         return refused
 
     def submit(self, run_socket: Path) -> None:
-        """Have the superlink start the ServerApp, which connects to a socket of this process.
+        """Make the superlink start the ServerApp, which connects to a socket of this process.
 
         Raises:
-            FederationError: The superlink did not take it.
+            FederationError: The superlink rejected it.
         """
         app = self.home / "app"
         app.mkdir(exist_ok=True)
@@ -137,7 +137,7 @@ class Superlink:
             raise FederationError(f"The superlink did not start the app: {_plain(done.stdout)}")
 
     def _command(self) -> list[str]:
-        """Its command line."""
+        """Return its command line."""
         safe = ["--insecure"] if self.keys is None else [
             "--ssl-ca-certfile", str(self.keys.authority.resolve()),
             "--ssl-certfile", str(self.keys.certificate.resolve()),
@@ -150,7 +150,7 @@ class Superlink:
         )  # fmt: skip
 
     def _hear(self, line: str) -> None:
-        """Say, once for each, that a site with an unknown key wants to join."""
+        """Warn once of each unregistered key with which a site tries to join."""
         known = re.search(r"(-----BEGIN PUBLIC KEY-----.*-----END PUBLIC KEY-----).*No SuperNode found", line)
         if known is None:
             return
@@ -162,12 +162,12 @@ class Superlink:
             log.warning("A site whose key is not registered wants to join and is refused: %s.", mark)
 
     def _judge(self, last: str) -> float | None:
-        """Say that it ended; it is started again."""
-        log.warning("The superlink ended and is started again; what it said is in %s.", self.child.output)
+        """Warn that it ended and is restarted."""
+        log.warning("The superlink ended and is restarted; its output is in %s.", self.child.output)
         return None
 
     def _check_port(self) -> None:
-        """Say that the port is taken."""
+        """Raise an error if the port is in use."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -179,7 +179,7 @@ class Superlink:
                 ) from error
 
     def _configure(self) -> None:
-        """Write the configuration with which Flower's commands reach it."""
+        """Write the configuration for Flower's commands."""
         lines = ["[superlink]", f'default = "{NAME}"', "", f"[superlink.{NAME}]", f'address = "{self.address}"']
         if self.keys is None:
             lines.append("insecure = true")
@@ -188,7 +188,7 @@ class Superlink:
         (self.home / "flwr" / "config.toml").write_text("\n".join([*lines, ""]))
 
     def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run one of Flower's commands; one at a time, because they write the same files."""
+        """Run one of Flower's commands, one at a time, since they write the same files."""
         with self._lock:
             try:
                 return subprocess.run(
@@ -201,5 +201,5 @@ class Superlink:
 
 
 def _plain(said: str | None) -> str:
-    """Output of a command, in one line without colours and frames."""
+    """Return a command's output as one line without colours and frames."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[─│╭╮╰╯]", " ", said or "").split())[-400:]

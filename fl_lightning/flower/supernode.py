@@ -19,21 +19,21 @@ from fl_lightning.flower.needed import needed
 
 log = logging.getLogger(__name__)
 
-#: Seconds before another attempt: while the server may count an earlier connection, and where a person has to act.
+#: Seconds before the next attempt: while the server may still count an earlier connection, and if an operator must act.
 REJOIN, REFUSED = 4.0, 20.0
-#: Seconds after which a server has forgotten an earlier connection.
+#: Seconds after which a server drops an earlier connection.
 FORGOTTEN = 90.0
 
 
 class Supernode:
-    """A site's end of Flower as a child, started again whenever it ends.
+    """A site's end of Flower as a child process, restarted whenever it ends.
 
     Args:
         home: Folder for its files.
         superlink: Address of the server, ``host:port``.
         socket: Socket on which the site's worker listens.
-        key: Private key of the site; None for a server that is insecure.
-        authority: Certificate of the authority that signed the server's; None for a server that is insecure.
+        key: Private key of the site; None for an insecure server.
+        authority: Certificate of the authority that signed the server's; None for an insecure server.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class Supernode:
         output = home / "supernode.log"
         env = {**environment(home), AT_SITE: "1"}
         self.child = Child("supernode", self._command, env, output, self._hear, self._judge)
-        self._left = home / "node"  # the node that the server counts; removed when it has left
+        self._left = home / "node"  # ID of the node that the server counts; removed after leaving
 
     def start(self) -> None:
-        """Start it; it connects when the server is there."""
+        """Start it; it connects as soon as the server is reachable."""
         self.child.start()
 
     def stop(self) -> None:
-        """End it and all that it started; the server sees it leave."""
+        """Stop it and its children; the server sees it leave."""
         self.child.stop()
         self._left.unlink(missing_ok=True)
         self.connected.clear()
 
     def _command(self) -> list[str]:
-        """Its command line, with a port for its own processes that is free now."""
+        """Return its command line, with a free port for its own processes."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -83,19 +83,19 @@ class Supernode:
         )  # fmt: skip
 
     def _hear(self, line: str) -> None:
-        """Notice that it connected, or that no server is there."""
+        """Notice that it connected, or that the server is unreachable."""
         if node := re.search(r"SuperNode ID: (\d+)", line):
             self._left.write_text(node[1])
         if node or "Connection successful" in line:
             self.connected.set()
             self._refused = 0.0
             self._say("")
-        elif "Connection attempt failed" in line and not self._reachable():  # its own processes say the same
+        elif "Connection attempt failed" in line and not self._reachable():  # also logged by its own processes
             self.connected.clear()
             self._say(f"No server answers at {self.superlink}: trying again until one does.")
 
     def _reachable(self) -> bool:
-        """Whether something listens at the server's address."""
+        """Return whether a process listens at the server's address."""
         host, port = self.superlink.rsplit(":", 1)
         try:
             socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
@@ -104,9 +104,9 @@ class Supernode:
         return True
 
     def _judge(self, last: str) -> float | None:
-        """Say why it ended, once, and when to try again."""
+        """Log why it ended, once, and return the seconds before the next attempt."""
         self.connected.clear()
-        if "Failed to activate SuperNode" in last:  # of a key that is not registered, and of a site that is counted
+        if "Failed to activate SuperNode" in last:  # the key is not registered, or an earlier connection is counted
             now = time.monotonic()
             self._refused = self._refused or now
             public = "" if self.key is None else f" {self.key.with_suffix('.pub')} ({fingerprint(self.key)})"
@@ -121,11 +121,11 @@ class Supernode:
                 f"{self.authority}: ask its operator for the authority's certificate; trying again."
             )
             return REFUSED
-        self._say(f"The supernode ended and is started again; what it said is in {self.child.output}.")
+        self._say(f"The supernode ended and is restarted; its output is in {self.child.output}.")
         return None
 
     def _say(self, sentence: str) -> None:
-        """Say a sentence, once until there is another."""
+        """Log a message unless it was the last one logged."""
         if sentence and sentence != self._said:
             log.warning(sentence)
         self._said = sentence

@@ -1,4 +1,4 @@
-"""The hyperbolic tangent of a stack's images, by a kernel of ours where there is one."""
+"""The hyperbolic tangent of a stack's images, with a compiled kernel if available."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fl_lightning.layout.native import kernels
 
 @torch.library.custom_op("fl_lightning::tanh", mutates_args=())
 def tanh(x: Tensor) -> Tensor:
-    """``torch.tanh``; in single precision PyTorch's takes as long as a convolution of a few channels does."""
+    """Compute ``torch.tanh``; PyTorch's own takes as long as a small convolution in single precision."""
     native = kernels(x) if x.dtype == torch.float32 else None
     result = torch.empty_like(x)
-    if native is None or result.stride() != x.stride():  # x has gaps
+    if native is None or result.stride() != x.stride():  # x is not dense
         return torch.tanh(x)
     native.tanh(x, result)
     return result
@@ -27,7 +27,7 @@ def _(x: Tensor) -> Tensor:
 
 
 class Tanh(torch.autograd.Function):
-    """The hyperbolic tangent, value by value."""
+    """Differentiable elementwise hyperbolic tangent."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Convolutions of a stack's clients in one call, differentiable twice."""
+"""Convolutions of a stack's clients in one call, twice differentiable."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.layout import products
-from fl_lightning.layout.memory import Dims, apart, batch_last, channels_last, inward, joined
+from fl_lightning.layout.memory import Dims, batch_last, channels_last, fold_clients, split_clients, to_chwn
 from fl_lightning.layout.native import kernels
 
 aten = torch.ops.aten
 
 
 def suits_groups(weight: Tensor, groups: int) -> bool:
-    """Whether PyTorch's convolutions in groups, with the channels innermost, are faster than matrix products.
+    """Return whether PyTorch's grouped convolutions on NHWC are faster than matrix products on CHWN.
 
-    They are where numbers of channels fill vector registers, and where there is nothing to multiply matrices for. Of
-    one or three channels, as pictures have, no gradient is asked for: there the outputs matter alone.
+    They are if the numbers of channels fill vector registers, and for depthwise convolutions. Inputs with one or three
+    channels are images, which need no gradient, so only the number of outputs matters.
     """
     outputs, channels = weight.shape[0] // groups, weight.shape[1]
     depthwise = outputs == channels == 1
@@ -27,7 +27,7 @@ def suits_groups(weight: Tensor, groups: int) -> bool:
 
 
 def fast_in_stack(state: Mapping[str, Tensor]) -> bool:
-    """Whether a net with these weights has convolutions, and all of them for kernels of ours: even one is faster so."""
+    """Return whether a net has convolutions and all of them have fast kernels, even for a single client."""
     weights = [value for value in state.values() if value.dim() == 4]
     return bool(weights) and kernels(weights[0]) is not None and not any(suits_groups(value, 1) for value in weights)
 
@@ -37,7 +37,7 @@ def _images(x: Tensor, dim: int | None, clients: int, by_groups: bool) -> Tensor
 
 
 class Convolution(torch.autograd.Function):
-    """``conv2d(x, weight, bias)``; ``options`` are stride, padding, dilation and groups."""
+    """Differentiable ``conv2d(x, weight, bias)``; ``options`` are stride, padding, dilation and groups."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Tensor:
@@ -62,15 +62,15 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Any:
         clients, (*others, groups) = info.batch_size, options
-        biases = None if bias is None else joined(bias, in_dims[2], clients)
-        weights = joined(weight, in_dims[1], clients)
+        biases = None if bias is None else fold_clients(bias, in_dims[2], clients)
+        weights = fold_clients(weight, in_dims[1], clients)
         images = _images(x, in_dims[0], clients, suits_groups(weights, clients * groups))
         result = Convolution.apply(images, weights, biases, (*others, clients * groups))
-        return apart(result, clients), 1
+        return split_clients(result, clients), 1
 
 
 class ConvolutionBackward(torch.autograd.Function):
-    """Gradients of a convolution, of its input, weight and bias, where ``asked`` for."""
+    """Gradients of a convolution with respect to input, weight and bias, as far as ``asked`` for."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, weight: Tensor, options: Any, asked: Any) -> Any:
@@ -88,7 +88,7 @@ class ConvolutionBackward(torch.autograd.Function):
             for kernel, want in zip(kernels, asked, strict=False)
             if want
         ]
-        return *grads, *([inward(grad).flatten(1).sum(1)] if asked[2] else [])
+        return *grads, *([to_chwn(grad).flatten(1).sum(1)] if asked[2] else [])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -97,7 +97,7 @@ class ConvolutionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradients are linear in what came back, and in the weight and the input that the other is not for."""
+        """Differentiate the gradients, which are linear in ``grad``, and each linear in ``x`` or ``weight``."""
         grad, x, weight = ctx.saved_tensors
         given = iter(grads)
         by_x, by_weight, by_bias = (next(given) if want else None for want in ctx.asked)
@@ -116,12 +116,12 @@ class ConvolutionBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, options: Any, asked: Any) -> Any:
         clients, (*others, groups) = info.batch_size, options
-        weights = joined(weight, in_dims[2], clients)
+        weights = fold_clients(weight, in_dims[2], clients)
         by_groups = suits_groups(weights, clients * groups)
         images = (_images(value, dim, clients, by_groups) for value, dim in zip((grad, x), in_dims, strict=False))
         grads = iter(ConvolutionBackward.apply(*images, weights, (*others, clients * groups), asked))
         parts = [
-            (apart(next(grads), clients), 1) if i == 0 else (next(grads).unflatten(0, (clients, -1)), 0)
+            (split_clients(next(grads), clients), 1) if i == 0 else (next(grads).unflatten(0, (clients, -1)), 0)
             for i in range(3)
             if asked[i]
         ]

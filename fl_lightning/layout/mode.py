@@ -1,4 +1,4 @@
-"""Where a net's calls are replaced by those for a whole stack."""
+"""The mode that replaces a net's calls by versions for a whole stack."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fl_lightning.process import wanted
 
 
 class StackLayout(TorchFunctionMode):
-    """Within it, convolutions, pooling and normalisation of mapped images are done for all clients at once.
+    """Runs convolutions, pooling and normalisation of mapped images for all clients at once.
 
-    So are recurrent layers, which vmap would else take apart, client by client.
+    It also keeps recurrent layers mappable, which vmap would otherwise run client by client.
 
-    Under autocast PyTorch chooses the precision of every call by what is called: nothing is replaced then.
+    Under autocast nothing is replaced, because PyTorch chooses the precision of a call by its function.
 
     Args:
-        mapped: whether only images under vmap are meant; else a single net is treated as a stack of one is.
+        mapped: whether to replace calls under vmap only; otherwise a single net is treated as a stack of one.
     """
 
     def __init__(self, mapped: bool = True) -> None:
@@ -35,7 +35,7 @@ class StackLayout(TorchFunctionMode):
         self.mapped = mapped
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the calls that there is a better way for."""
+        """Replace calls that have a faster version."""
         kwargs = kwargs or {}
         if func is torch.lstm and self.mapped:
             return _lstm(func, *args, **kwargs)
@@ -51,7 +51,7 @@ class StackLayout(TorchFunctionMode):
 
 
 def _lstm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's own steps: oneDNN's layer cannot be mapped."""
+    """Disable oneDNN, whose LSTM cannot be mapped."""
     if not wanted("mkldnn"):
         return func(*args, **kwargs)
     before = torch._C._get_mkldnn_enabled()
@@ -136,7 +136,7 @@ def _batch_norm(
 def _scaled(
     input: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """BatchNorm by given statistics: one factor and one summand for every channel, on images as they lie."""
+    """Normalise by given statistics with one factor and one summand per channel, in any layout."""
     scale = (variance + eps).rsqrt()
     scale = scale if weight is None else scale * weight
     shift = -mean * scale if bias is None else bias - mean * scale

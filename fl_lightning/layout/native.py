@@ -1,7 +1,7 @@
-"""The kernels of ``native.cpp``: compiled when they are first asked for, left out where there is no compiler.
+"""The kernels of ``native.cpp``, compiled on first use; without a compiler they are not used.
 
-They make the convolutions of a stack several times as fast as matrix products do where channels are few. What they make
-is kept in the user's cache folder. ``FL_LIGHTNING_NATIVE=0`` leaves them out.
+They run the convolutions of a stack several times as fast as matrix products if there are few channels. The compiled
+library is stored in the user's cache folder. ``FL_LIGHTNING_NATIVE=0`` disables the kernels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.cpp")
-#: Names of the kernels' types.
+#: Suffixes of the kernels' names.
 TYPES = {torch.float32: "f32", torch.float64: "f64"}
-#: What the compiler is told, from most to least: not all of them know all of it.
+#: Compiler flags to try in order, since not every compiler supports all of them.
 FLAGS = (("-march=native", "-fopenmp"), ("-march=native",), ())
-#: Seconds that a compiler may take.
+#: Time limit of the compiler in seconds.
 PATIENCE = 120
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 class Kernels:
     """The compiled library.
 
-    All tensors are contiguous, of one type of :data:`TYPES`, with images as (groups * channels, height, width, batch).
-    ``sizes`` are groups, channels, height, width, batch, outputs (of a group), the kernel's height and width, and along
-    height and width stride, padding, dilation and the size of the result.
+    All tensors are contiguous, of one dtype of :data:`TYPES`, with images as (groups * channels, height, width, batch).
+    ``sizes`` are groups, channels, height, width, batch, outputs per group, kernel height and width, and, for height
+    and width, stride, padding, dilation and output size.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,19 +47,19 @@ class Kernels:
     def convolution(
         self, images: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, sizes: list[int]
     ) -> None:
-        """Convolve, in groups."""
+        """Compute a grouped convolution."""
         self._call("convolution", (images, weight, bias, result), sizes)
 
     def by_input(self, grad: Tensor, weight: Tensor, result: Tensor, sizes: list[int]) -> None:
-        """The gradient by the images."""
+        """Compute the gradient with respect to the images."""
         self._call("by_input", (grad, weight, result), sizes)
 
     def by_weight(self, grad: Tensor, images: Tensor, result: Tensor, sizes: list[int]) -> None:
-        """The gradient by the weight."""
+        """Compute the gradient with respect to the weight."""
         self._call("by_weight", (grad, images, result), sizes)
 
     def tanh(self, x: Tensor, result: Tensor) -> None:
-        """The hyperbolic tangent of single precision, to about two units in the last place."""
+        """Compute the hyperbolic tangent in single precision, to about two units in the last place."""
         threads = ctypes.c_int(torch.get_num_threads())
         self._library.tanh_f32(_address(x), _address(result), ctypes.c_int64(x.numel()), threads)
 
@@ -76,13 +76,13 @@ def _address(tensor: Tensor | None) -> Any:
 
 
 def kernels(like: Tensor) -> Kernels | None:
-    """The kernels, if there are some for tensors like this one."""
+    """Return the kernels if they support tensors like this one."""
     return library() if like.device.type == "cpu" and like.dtype in TYPES else None
 
 
 @functools.cache
 def library() -> Kernels | None:
-    """The compiled kernels, or None where they are not wanted or cannot be had."""
+    """Return the compiled kernels, or None if they are disabled or cannot be compiled."""
     if os.environ.get("FL_LIGHTNING_NATIVE") == "0":
         return None
     for compiler in (os.environ.get("CXX"), "c++", "g++", "clang++"):
@@ -90,8 +90,8 @@ def library() -> Kernels | None:
             for flags in FLAGS:
                 try:
                     return _loaded(compiler, flags, cache_folder())
-                except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
-                    log.info("%s %s does not make the kernels: %s", compiler, " ".join(flags), error)
+                except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
+                    log.info("%s %s cannot compile the kernels: %s", compiler, " ".join(flags), error)
     return None
 
 
@@ -99,19 +99,19 @@ def _loaded(compiler: str, flags: Sequence[str], folder: Path) -> Kernels:
     path = compiled(compiler, flags, folder)
     try:
         return Kernels(path)
-    except OSError:  # damaged: once more
+    except OSError:  # damaged: compile it again
         path.unlink()
         return Kernels(compiled(compiler, flags, folder))
 
 
 def compiled(compiler: str, flags: Sequence[str], folder: Path) -> Path:
-    """The library in the folder, made if it is not there."""
+    """Return the path of the library in the folder, compiled if necessary."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=PATIENCE, check=True).stdout
     key = hashlib.sha256(b"\n".join([SOURCE.read_bytes(), version, repr((flags, machine())).encode()]))
     path = folder / f"kernels-{key.hexdigest()[:16]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # several processes may be at it
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # several processes may compile at once
             made = Path(own) / path.name
             command = [compiler, "-O3", "-std=c++17", "-shared", "-fPIC", *flags, "-o", str(made), str(SOURCE)]
             subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
@@ -120,7 +120,7 @@ def compiled(compiler: str, flags: Sequence[str], folder: Path) -> Path:
 
 
 def machine() -> str:
-    """Identity of this processor among others that may share the folder."""
+    """Identify this processor's instruction set, because machines may share the folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -129,5 +129,5 @@ def machine() -> str:
 
 
 def cache_folder() -> Path:
-    """Where the library is kept."""
+    """Return the folder for the compiled library."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fl_lightning"

@@ -1,6 +1,6 @@
 """BatchNorm and GroupNorm of a stack's clients in one call.
 
-With the channels innermost PyTorch's own kernels serve; with the batch innermost they would copy the images.
+NHWC images use PyTorch's kernels, which would copy CHWN images.
 """
 
 from __future__ import annotations
@@ -11,26 +11,34 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import FederationError
-from fl_lightning.layout.memory import Dims, apart, as_it_lies, has_channels_last, inward, joined, outward
+from fl_lightning.layout.memory import (
+    Dims,
+    fold_clients,
+    from_chwn,
+    has_channels_last,
+    keep_layout,
+    split_clients,
+    to_chwn,
+)
 
 aten = torch.ops.aten
 
 
 class BatchNorm(torch.autograd.Function):
-    """Normalisation by the batch's own statistics; returns them, the mean and one over the deviation, too."""
+    """Batch normalisation in training; also returns the mean and the inverse standard deviation."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
         if has_channels_last(x):
             return aten.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-        images = inward(x)
+        images = to_chwn(x)
         rows = images.flatten(1)
         mean = rows.mean(1, keepdim=True)
         centred = rows - mean
-        length = torch.linalg.vector_norm(centred, dim=1, keepdim=True)  # a sum of squares that writes no squares
+        length = torch.linalg.vector_norm(centred, dim=1, keepdim=True)  # sums squares without storing them
         inverse_std = (length.square() / rows.shape[1] + eps).rsqrt()
         result = torch.addcmul(bias[:, None], centred, weight[:, None] * inverse_std)
-        return outward(result.view(images.shape)), mean.flatten(), inverse_std.flatten()
+        return from_chwn(result.view(images.shape)), mean.flatten(), inverse_std.flatten()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -45,26 +53,26 @@ class BatchNorm(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
         clients = info.batch_size
-        own = (joined(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
-        result, *statistics = BatchNorm.apply(as_it_lies(x, in_dims[0], clients), *own, eps)
-        return (apart(result, clients), *(s.unflatten(0, (clients, -1)) for s in statistics)), (1, 0, 0)
+        own = (fold_clients(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
+        result, *statistics = BatchNorm.apply(keep_layout(x, in_dims[0], clients), *own, eps)
+        return (split_clients(result, clients), *(s.unflatten(0, (clients, -1)) for s in statistics)), (1, 0, 0)
 
 
 class BatchNormBackward(torch.autograd.Function):
-    """The gradients of BatchNorm, of its input, weight and bias."""
+    """Gradients of BatchNorm with respect to input, weight and bias."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse_std: Tensor) -> Any:
         if has_channels_last(x):
-            statistics = (None, None, mean, inverse_std, True, 0.0)  # running ones and epsilon are not for training
+            statistics = (None, None, mean, inverse_std, True, 0.0)  # running statistics and epsilon are unused
             return aten.native_batch_norm_backward(grad, x, weight, *statistics, [True, True, True])
-        images, given = inward(x), inward(grad).flatten(1)
+        images, given = to_chwn(x), to_chwn(grad).flatten(1)
         count, scale = given.shape[1], (weight * inverse_std)[:, None]
         centred = images.flatten(1) - mean[:, None]
         total, along = given.sum(1, keepdim=True), (given * centred).sum(1, keepdim=True)
         moved = torch.addcmul(-scale * total / count, given, scale)
         by_x = torch.addcmul(moved, centred, -scale * inverse_std[:, None].square() * along / count)
-        return outward(by_x.view(images.shape)), along.flatten() * inverse_std, total.flatten()
+        return from_chwn(by_x.view(images.shape)), along.flatten() * inverse_std, total.flatten()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -77,26 +85,26 @@ class BatchNormBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, *others: Tensor) -> Any:
         clients = info.batch_size
-        images = (as_it_lies(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
-        own = (joined(value, dim, clients) for value, dim in zip(others, in_dims[2:], strict=False))
+        images = (keep_layout(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        own = (fold_clients(value, dim, clients) for value, dim in zip(others, in_dims[2:], strict=False))
         result, *grads = BatchNormBackward.apply(*images, *own)
-        return (apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
+        return (split_clients(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
 
 
 class GroupNorm(torch.autograd.Function):
-    """Normalisation by the statistics of each sample's groups of channels; returns them, too."""
+    """Group normalisation; also returns the statistics."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Any:
         if has_channels_last(x):
             return aten.native_group_norm(x, weight, bias, *_sizes(x), groups, eps)
-        images = inward(x)
+        images = to_chwn(x)
         blocks = _blocks(images, groups)
         mean = blocks.mean(1, keepdim=True)
         centred = blocks - mean
         inverse_std = (centred.square().mean(1, keepdim=True) + eps).rsqrt()
         result = torch.addcmul(_each(bias), (centred * inverse_std).view(images.shape), _each(weight))
-        return outward(result), mean.squeeze(1).T, inverse_std.squeeze(1).T
+        return from_chwn(result), mean.squeeze(1).T, inverse_std.squeeze(1).T
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -111,13 +119,13 @@ class GroupNorm(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Any:
         clients = info.batch_size
-        own = (joined(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
-        results = GroupNorm.apply(as_it_lies(x, in_dims[0], clients), *own, clients * groups, eps)
-        return tuple(apart(result, clients) for result in results), (1, 1, 1)
+        own = (fold_clients(value, dim, clients) for value, dim in zip((weight, bias), in_dims[1:], strict=False))
+        results = GroupNorm.apply(keep_layout(x, in_dims[0], clients), *own, clients * groups, eps)
+        return tuple(split_clients(result, clients) for result in results), (1, 1, 1)
 
 
 class GroupNormBackward(torch.autograd.Function):
-    """The gradients of GroupNorm, of its input, weight and bias."""
+    """Gradients of GroupNorm with respect to input, weight and bias."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse_std: Tensor, groups: int) -> Any:
@@ -125,14 +133,14 @@ class GroupNormBackward(torch.autograd.Function):
             given = grad.contiguous(memory_format=torch.channels_last)
             sizes = (*_sizes(x), groups)
             return aten.native_group_norm_backward(given, x, mean, inverse_std, weight, *sizes, [True, True, True])
-        images, given = inward(x), inward(grad)
+        images, given = to_chwn(x), to_chwn(grad)
         means, scales = (value.T.unsqueeze(1) for value in (mean, inverse_std))
         normal = (_blocks(images, groups) - means) * scales
         weighted = _blocks(given * _each(weight), groups)
         along = (weighted * normal).mean(1, keepdim=True)
         by_x = (weighted - weighted.mean(1, keepdim=True) - normal * along) * scales
         by_weight = (given * normal.view(images.shape)).flatten(1).sum(1)
-        return outward(by_x.view(images.shape)), by_weight, given.flatten(1).sum(1)
+        return from_chwn(by_x.view(images.shape)), by_weight, given.flatten(1).sum(1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -145,29 +153,29 @@ class GroupNormBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> Any:
         clients, (*statistics, groups) = info.batch_size, others
-        images = (as_it_lies(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
-        stack = (_beside(value, dim, clients) for value, dim in zip(statistics, in_dims[3:], strict=False))
-        weights = joined(weight, in_dims[2], clients)
+        images = (keep_layout(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        stack = (_concatenated(value, dim, clients) for value, dim in zip(statistics, in_dims[3:], strict=False))
+        weights = fold_clients(weight, in_dims[2], clients)
         result, *grads = GroupNormBackward.apply(*images, weights, *stack, clients * groups)
-        return (apart(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
+        return (split_clients(result, clients), *(g.unflatten(0, (clients, -1)) for g in grads)), (1, 0, 0)
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
-    """Samples, channels, and places of a channel."""
+    """Return the numbers of samples, channels and pixels."""
     return x.shape[0], x.shape[1], x.shape[2] * x.shape[3]
 
 
 def _blocks(images: Tensor, groups: int) -> Tensor:
-    """Images (channels, height, width, batch) as (groups, values of a group, batch)."""
+    """Reshape images (channels, height, width, batch) to (groups, values per group, batch)."""
     return images.view(groups, -1, images.shape[3])
 
 
 def _each(value: Tensor) -> Tensor:
-    """A number for each channel, for images (channels, height, width, batch)."""
+    """Reshape one number per channel to broadcast over images (channels, height, width, batch)."""
     return value[:, None, None, None]
 
 
-def _beside(x: Tensor, dim: int | None, clients: int) -> Tensor:
-    """A stack of (batch, groups), its clients along ``dim``, with the groups of all clients beside each other."""
+def _concatenated(x: Tensor, dim: int | None, clients: int) -> Tensor:
+    """Concatenate the groups of a stack of (batch, groups) with clients along ``dim``."""
     x = x.expand(clients, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.transpose(0, 1).flatten(1)

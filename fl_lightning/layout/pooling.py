@@ -1,7 +1,7 @@
 """Max and mean pooling of a stack's clients in one call.
 
-PyTorch's kernels are vectorised for images with the channels innermost. Pooling takes channels and samples alike, one
-by one: with the batch instead of the channels, images whose batch lies innermost are such images, too.
+PyTorch's kernels are vectorised for NHWC. Pooling treats channels and samples alike, so CHWN images become NHWC by
+swapping the batch with the channels.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.layout.memory import Dims, apart, as_it_lies, has_channels_last
+from fl_lightning.layout.memory import Dims, has_channels_last, keep_layout, split_clients
 
 aten = torch.ops.aten
 
 
 def _pool(kernel: Callable[..., Any], x: Tensor, *others: Any) -> Any:
-    """Call a kernel with images whose channels are innermost, or, where the batch is, with the two exchanged."""
+    """Call a kernel with NHWC images; CHWN images are passed with batch and channels swapped."""
     if has_channels_last(x):
         return kernel(*(_innermost(value) for value in (x, *others)))
     result = kernel(*(_innermost(value, exchanged=True) for value in (x, *others)))
@@ -26,14 +26,14 @@ def _pool(kernel: Callable[..., Any], x: Tensor, *others: Any) -> Any:
 
 
 def _innermost(value: Any, exchanged: bool = False) -> Any:
-    """Images as they lie, or a copy with the channels innermost; what is no tensor stays as it is."""
+    """Return images as NHWC, without a copy if they are; other values are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return (value.transpose(0, 1) if exchanged else value).contiguous(memory_format=torch.channels_last)
 
 
 class MaxPool(torch.autograd.Function):
-    """Max pooling and where the largest values were."""
+    """Max pooling and the indices of the maxima."""
 
     @staticmethod
     def forward(x: Tensor, options: Any) -> Any:
@@ -53,12 +53,12 @@ class MaxPool(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        pooled, indices = MaxPool.apply(as_it_lies(x, in_dims[0], clients), options)
-        return (apart(pooled, clients), apart(indices, clients)), (1, 1)
+        pooled, indices = MaxPool.apply(keep_layout(x, in_dims[0], clients), options)
+        return (split_clients(pooled, clients), split_clients(indices, clients)), (1, 1)
 
 
 class MaxPoolBackward(torch.autograd.Function):
-    """The gradient of max pooling."""
+    """Gradient of max pooling."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, indices: Tensor, options: Any) -> Tensor:
@@ -77,8 +77,8 @@ class MaxPoolBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, indices: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        images = (as_it_lies(value, dim, clients) for value, dim in zip((grad, x, indices), in_dims, strict=False))
-        return apart(MaxPoolBackward.apply(*images, options), clients), 1
+        images = (keep_layout(value, dim, clients) for value, dim in zip((grad, x, indices), in_dims, strict=False))
+        return split_clients(MaxPoolBackward.apply(*images, options), clients), 1
 
 
 class MeanPool(torch.autograd.Function):
@@ -101,11 +101,11 @@ class MeanPool(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, x: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        return apart(MeanPool.apply(as_it_lies(x, in_dims[0], clients), options), clients), 1
+        return split_clients(MeanPool.apply(keep_layout(x, in_dims[0], clients), options), clients), 1
 
 
 class MeanPoolBackward(torch.autograd.Function):
-    """The gradient of mean pooling; of ``x`` only the shape matters."""
+    """Gradient of mean pooling; only the shape of ``x`` matters."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, options: Any) -> Tensor:
@@ -122,5 +122,5 @@ class MeanPoolBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Dims, grad: Tensor, x: Tensor, options: Any) -> Any:
         clients = info.batch_size
-        images = (as_it_lies(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
-        return apart(MeanPoolBackward.apply(*images, options), clients), 1
+        images = (keep_layout(value, dim, clients) for value, dim in zip((grad, x), in_dims, strict=False))
+        return split_clients(MeanPoolBackward.apply(*images, options), clients), 1

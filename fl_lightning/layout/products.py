@@ -1,11 +1,11 @@
-"""Convolutions in groups as matrix products, on images with the batch innermost.
+"""Grouped convolutions as matrix products on CHWN images, by im2col along the width only.
 
-A row of a kernel meets the image at every column: the pixels that it meets, its *columns*, are copied once. From one
-row of the kernel to the next the same columns are only read from another line of the image on, which is a matter of
-where a matrix begins: a kernel of 5 x 5 copies five images' worth of pixels, not twenty-five, and makes five products.
+Each row of a kernel needs the same columns of pixels, shifted by a line of the image. The columns are therefore copied
+once for all rows, which then read them from different offsets: a 5 x 5 kernel copies the image five times instead of
+twenty-five, and makes five products.
 
-The three functions are operators of their own (``torch.ops.fl_lightning``), so that a captured step sees one operation
-that writes to nothing instead of dozens that do.
+The three functions are custom operators (``torch.ops.fl_lightning``), so that a captured step contains one functional
+operation instead of dozens that mutate memory.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.layout.memory import inward, outward
+from fl_lightning.layout.memory import from_chwn, to_chwn
 from fl_lightning.layout.native import kernels
 
-#: Columns of so many clients are made at a time as fit a cache.
+#: Maximum size in bytes of the columns computed at a time, so that they fit in cache.
 CACHE_BYTES = 2**22
-#: Kernels leave vectors at the edges of images half empty where batches are smaller; that is most of a gradient's work.
+#: With smaller batches the kernels' vectors are half empty at image borders, which dominates the gradient's time.
 SMALL_BATCH = 16
 
 
 class Geometry:
-    """Sizes of a convolution in groups, and where its kernel meets the images.
+    """Sizes of a grouped convolution, and which pixels its kernel covers.
 
     Args:
         size: shape of the images, (batch, groups * channels, height, width).
         kernel: shape of the weight, (groups * outputs, channels, kernel height, kernel width).
-        stride: of the kernel, along height and width.
-        padding: zeros around the images.
-        dilation: distance of the kernel's points.
+        stride: stride along height and width.
+        padding: zero padding along height and width.
+        dilation: dilation along height and width.
         groups: number of groups.
     """
 
@@ -52,43 +52,43 @@ class Geometry:
         reach = [d * (k - 1) for d, k in zip(dilation, self.kernel, strict=True)]
         height, width = ((n + 2 * p - r) for n, p, r in zip(self.image, padding, reach, strict=True))
         self.out = (1 + (height - 1) // stride[0], 1 + (width - 1) // stride[1])
-        #: Lines of the padded image that the kernel meets, those with the same remainder by the stride together.
+        #: Lines of the padded image that the kernel covers, grouped by their remainder modulo the stride.
         self.lines = self.out[0] + reach[0] // stride[0]
-        #: Values of a line of the output, and of the whole.
+        #: Number of values in a line of the output, and in the whole output.
         self.line = self.out[1] * self.batch
         self.places = self.out[0] * self.line
 
     def for_kernels(self) -> list[int]:
-        """The sizes as :class:`~fl_lightning.layout.native.Kernels` takes them."""
+        """Return the sizes as :class:`~fl_lightning.layout.native.Kernels` expects them."""
         images = [self.groups, self.channels, *self.image, self.batch, self.outputs, *self.kernel]
         return [*images, *self.stride, *self.padding, *self.dilation, *self.out]
 
     @property
     def is_copy(self) -> bool:
-        """Whether the columns are the image itself."""
+        """Whether the columns are the image itself, so that im2col is not needed."""
         return self.kernel[1] == 1 and self.stride == [1, 1] and self.padding == [0, 0]
 
     def rows(self, weight: Tensor) -> Tensor:
-        """The kernel's rows as matrices, (kernel height, groups, outputs, channels * kernel width)."""
+        """Return the kernel's rows as matrices, (kernel height, groups, outputs, channels * kernel width)."""
         apart = weight.unflatten(0, (self.groups, -1))  # type: ignore[no-untyped-call]
         return apart.permute(3, 0, 1, 2, 4).flatten(3)  # type: ignore[no-any-return]
 
     def window(self, columns: Tensor, row: int) -> Tensor:
-        """The columns that a row of the kernel meets, (groups, channels * kernel width, places)."""
+        """Return the columns for one row of the kernel, (groups, channels * kernel width, output pixels * batch)."""
         remainder, start = row * self.dilation[0] % self.stride[0], row * self.dilation[0] // self.stride[0]
         return columns[:, :, remainder].flatten(2)[:, :, start * self.line : start * self.line + self.places]
 
     def chunks(self, itemsize: int) -> Iterator[slice]:
-        """Groups whose columns fit a cache."""
+        """Yield slices of groups whose columns fit in cache."""
         size = itemsize * self.channels * self.kernel[1] * self.stride[0] * self.lines * self.line
         step = max(1, CACHE_BYTES // size)
         return (slice(start, min(start + step, self.groups)) for start in range(0, self.groups, step))
 
     def columns(self, images: Tensor) -> Tensor:
-        """Columns of images (groups, channels, height, width, batch).
+        """Copy images (groups, channels, height, width, batch) to columns (im2col along the width).
 
-        Returns them as (groups, channels * kernel width, remainder by the stride, lines, line), lines and remainders
-        being those of the padded image.
+        Returns them as (groups, channels * kernel width, remainder modulo the stride, lines, line), for the lines of
+        the padded image.
         """
         if self.is_copy:
             return images.flatten(3).unsqueeze(2)
@@ -99,7 +99,7 @@ class Geometry:
         return columns.flatten(5).flatten(1, 2)
 
     def fold(self, columns: Tensor) -> Tensor:
-        """Add what is in the columns to the places of images that it came from: the transpose of :meth:`columns`."""
+        """Add columns to the pixels that they were copied from (col2im): the transpose of :meth:`columns`."""
         if self.is_copy:
             return columns.view(len(columns), self.channels, *self.image, self.batch)
         apart = columns.unflatten(1, (self.channels, -1)).unflatten(5, (self.out[1], self.batch))  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class Geometry:
         return images
 
     def _meetings(self, columns: Tensor, images: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the columns, and the parts of the images that they are copies of."""
+        """Yield parts of the columns with the parts of the images that they are copies of."""
         (height, width), (down, right) = self.image, self.stride
         for point in range(self.kernel[1]):
             shift = point * self.dilation[1] - self.padding[1]
@@ -121,7 +121,7 @@ class Geometry:
 
 
 def _meeting(count: int, stride: int, shift: int, size: int) -> tuple[slice, slice] | None:
-    """Of ``count`` places, those whose ``place * stride + shift`` lies in an image, and where it lies; None if none."""
+    """Return the range of indices below ``count`` with ``index * stride + shift`` inside an image, and its image."""
     first = max(0, -(shift // stride))
     stop = min(count, (size - 1 - shift) // stride + 1)
     if first >= stop:
@@ -140,27 +140,27 @@ def convolution(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """Convolve images (batch, groups * channels, height, width) with (groups * outputs, channels, ...) in groups."""
+    """Compute the grouped convolution of (batch, groups * channels, height, width) with (groups * outputs, ...)."""
     sizes = Geometry(x.shape, weight.shape, stride, padding, dilation, groups)
     result = x.new_empty(groups, sizes.outputs, sizes.places)
     if (native := kernels(x)) is not None:
         given = None if bias is None else bias.contiguous()
-        native.convolution(inward(x), weight.contiguous(), given, result, sizes.for_kernels())
-        return outward(result.view(-1, *sizes.out, sizes.batch))
-    images, rows = inward(x).unflatten(0, (groups, -1)), sizes.rows(weight)  # type: ignore[no-untyped-call]
+        native.convolution(to_chwn(x), weight.contiguous(), given, result, sizes.for_kernels())
+        return from_chwn(result.view(-1, *sizes.out, sizes.batch))
+    images, rows = to_chwn(x).unflatten(0, (groups, -1)), sizes.rows(weight)  # type: ignore[no-untyped-call]
     if bias is not None:
         result.copy_(bias.view(groups, -1, 1).expand_as(result))
     for part in sizes.chunks(x.element_size()):
         columns, target = sizes.columns(images[part]), result[part]
         for i, row in enumerate(rows):
             target.baddbmm_(row[part], sizes.window(columns, i), beta=0 if i == 0 and bias is None else 1)
-    return outward(result.view(-1, *sizes.out, sizes.batch))
+    return from_chwn(result.view(-1, *sizes.out, sizes.batch))
 
 
 @convolution.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     sizes = Geometry(x.shape, weight.shape, *options)
-    return outward(x.new_empty(weight.shape[0], *sizes.out, sizes.batch))
+    return from_chwn(x.new_empty(weight.shape[0], *sizes.out, sizes.batch))
 
 
 @torch.library.custom_op("fl_lightning::convolution_by_input", mutates_args=())
@@ -173,26 +173,26 @@ def by_input(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """The gradient of :func:`convolution` by its input, of which only the shape matters."""
+    """Compute the gradient of :func:`convolution` with respect to its input; only the shape of ``x`` matters."""
     sizes = Geometry(x.shape, weight.shape, stride, padding, dilation, groups)
     result = grad.new_empty(groups, sizes.channels, *sizes.image, sizes.batch)
     if sizes.batch >= SMALL_BATCH and (native := kernels(grad)) is not None:
-        native.by_input(inward(grad), weight.contiguous(), result, sizes.for_kernels())
-        return outward(result.flatten(0, 1))
-    grads, rows = inward(grad).view(groups, sizes.outputs, -1), sizes.rows(weight)
+        native.by_input(to_chwn(grad), weight.contiguous(), result, sizes.for_kernels())
+        return from_chwn(result.flatten(0, 1))
+    grads, rows = to_chwn(grad).view(groups, sizes.outputs, -1), sizes.rows(weight)
     for part in sizes.chunks(grad.element_size()):
         own = grads[part]
         columns = grad.new_zeros(len(own), rows.shape[3], stride[0], sizes.lines, sizes.line)
         for i, row in enumerate(rows):
             sizes.window(columns, i).baddbmm_(row[part].mT, own)
         result[part] = sizes.fold(columns)
-    return outward(result.flatten(0, 1))
+    return from_chwn(result.flatten(0, 1))
 
 
 @by_input.register_fake
 def _(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
     batch, *image = x.shape
-    return outward(grad.new_empty(*image, batch))
+    return from_chwn(grad.new_empty(*image, batch))
 
 
 @torch.library.custom_op("fl_lightning::convolution_by_weight", mutates_args=())
@@ -205,15 +205,15 @@ def by_weight(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """The gradient of :func:`convolution` by its weight, of which only the shape matters."""
+    """Compute the gradient of :func:`convolution` with respect to its weight; only the shape of ``weight`` matters."""
     sizes = Geometry(x.shape, weight.shape, stride, padding, dilation, groups)
     if (native := kernels(grad)) is not None:
         result = grad.new_empty(weight.shape)
-        native.by_weight(inward(grad), inward(x), result, sizes.for_kernels())
+        native.by_weight(to_chwn(grad), to_chwn(x), result, sizes.for_kernels())
         return result
-    images, grads = inward(x).unflatten(0, (groups, -1)), inward(grad).view(groups, sizes.outputs, -1)  # type: ignore[no-untyped-call]
+    images, grads = to_chwn(x).unflatten(0, (groups, -1)), to_chwn(grad).view(groups, sizes.outputs, -1)  # type: ignore[no-untyped-call]
     length = sizes.channels * sizes.kernel[1]
-    upright = sizes.outputs >= length  # the product with more rows than columns is the faster one
+    upright = sizes.outputs >= length  # products with more rows than columns are faster
     shape = (sizes.outputs, length) if upright else (length, sizes.outputs)
     products = grad.new_empty(sizes.kernel[0], groups, *shape)
     for part in sizes.chunks(grad.element_size()):
@@ -223,7 +223,7 @@ def by_weight(
             torch.bmm(*((own, window.mT) if upright else (window, own.mT)), out=product[part])
     rows = products if upright else products.mT
     apart = rows.unflatten(3, (sizes.channels, -1)).permute(1, 2, 3, 0, 4)  # type: ignore[no-untyped-call]
-    return apart.reshape(weight.shape).contiguous()  # type: ignore[no-any-return]  # of one channel, it is still a view
+    return apart.reshape(weight.shape).contiguous()  # type: ignore[no-any-return]  # a view, if of one channel
 
 
 @by_weight.register_fake

@@ -1,4 +1,4 @@
-"""Scores over clients: everyone counts the same, however much data they have."""
+"""Scores over clients, weighted equally whatever their number of samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 
 def worst_tenth(scores: Tensor, higher_is_better: bool = True) -> Tensor:
-    """Mean of the worst tenth of the scores, at least one.
+    """Return the mean of the worst tenth of the scores, at least one.
 
     Args:
         scores: one score per client, shape (clients,).
@@ -25,10 +25,10 @@ def worst_tenth(scores: Tensor, higher_is_better: bool = True) -> Tensor:
 
 
 def client_summary(scores: Tensor, higher_is_better: bool = True) -> dict[str, Tensor]:
-    """Mean, standard deviation over clients (population) and worst tenth of per-client scores.
+    """Return mean, (population) standard deviation and worst tenth of per-client scores.
 
     Args:
-        scores: one score per client, shape (clients,); clients that were not scored are NaN and left out.
+        scores: one score per client, shape (clients,); NaN for clients without one, which are ignored.
         higher_is_better: whether the lowest scores are the worst.
 
     Example:
@@ -67,7 +67,7 @@ class ClientAccuracy(Metric):
             self.add_state(name, torch.zeros(num_clients, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, clients: Tensor, correct: Tensor, loss: Tensor, total: Tensor) -> None:
-        """Add what some clients scored.
+        """Add the scores of some clients.
 
         Args:
             clients: their numbers, shape (K,).
@@ -80,5 +80,5 @@ class ClientAccuracy(Metric):
         self.total.index_add_(0, clients, total.to(self.total))
 
     def compute(self) -> dict[str, Tensor]:
-        """Accuracy (``acc``) and mean loss (``loss``) per client, shape (clients,); NaN for clients not seen."""
+        """Return accuracy (``acc``) and mean loss (``loss``) per client, shape (clients,); NaN if never updated."""
         return {"acc": self.correct / self.total, "loss": self.loss / self.total}

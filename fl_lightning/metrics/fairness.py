@@ -1,9 +1,9 @@
-"""How evenly a federated model serves its clients.
+"""Fairness metrics: how evenly a federated model serves its clients.
 
-Units: every function takes one accuracy per client as a fraction in [0, 1], NaN for a client that was not scored, who
-is left out. Accuracies and their differences come back as fractions, indices as numbers in [0, 1], and the variance, as
-papers print it, in percent squared. Another score, of which less may be better, comes with its :class:`Measure`: if it
-is no share its variance is in its own units squared; worst tenth, gap and gain over Local go by what is better.
+Units: every function takes one accuracy per client as a fraction in [0, 1], or NaN for a client without a score, which
+is ignored. Accuracies and their differences are returned as fractions, indices as numbers in [0, 1], and the variance
+in percent squared, as usual in papers. Other scores are described by a :class:`Measure`: the variance of one that is
+not a share is in its own units squared, and worst tenth, gap and gain over Local respect its direction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fl_lightning.metrics.clients import worst_tenth
 
 
 def group_means(accuracies: Tensor, groups: Tensor) -> Tensor:
-    """Mean accuracy of every group of clients.
+    """Return the mean accuracy of every group of clients.
 
     Args:
         accuracies: shape (clients,).
@@ -38,9 +38,9 @@ def group_means(accuracies: Tensor, groups: Tensor) -> Tensor:
 
 
 def majority_minority(groups: Tensor) -> tuple[int, int]:
-    """The largest group and the smallest one, by all their clients, scored or not.
+    """Return the largest and the smallest group, counting all clients, scored or not.
 
-    Among groups of one size the majority is the first and the minority the last.
+    Among groups of equal size the majority is the first and the minority the last.
 
     Example:
         >>> majority_minority(torch.tensor([0, 0, 1, 2, 2, 2, 3]))
@@ -52,12 +52,12 @@ def majority_minority(groups: Tensor) -> tuple[int, int]:
 
 
 def accuracy_gap(accuracies: Tensor, groups: Tensor, measure: Measure = ACCURACY) -> Tensor:
-    """How much better the majority fares than the minority, by their means; 0 where there is one group only.
+    """Return the majority's mean minus the minority's, negated if lower is better; 0 if there is only one group.
 
     Args:
         accuracies: shape (clients,).
         groups: each client's group, numbered from 0, int64, shape (clients,).
-        measure: what the scores are.
+        measure: the measure of the scores.
 
     Example:
         >>> accuracy_gap(torch.tensor([0.75, 1.0, 0.5]), torch.tensor([0, 0, 1]))
@@ -69,7 +69,7 @@ def accuracy_gap(accuracies: Tensor, groups: Tensor, measure: Measure = ACCURACY
 
 
 def accuracy_variance(accuracies: Tensor, measure: Measure = ACCURACY) -> Tensor:
-    """Population variance over clients, in percent squared; of a score that is no share in its units squared.
+    """Return the population variance over clients in percent squared, or in squared units if not a share.
 
     Example:
         >>> accuracy_variance(torch.tensor([0.50, 0.60]))
@@ -80,10 +80,10 @@ def accuracy_variance(accuracies: Tensor, measure: Measure = ACCURACY) -> Tensor
 
 
 def corrected_variance(accuracies: Tensor, samples: Tensor) -> Tensor:
-    """Variance over clients less what the sampling of test samples alone makes, in percent squared, at least 0.
+    """Return the variance over clients corrected for the sampling of test samples, in percent squared, at least 0.
 
-    A client with accuracy a on n samples has the sampling variance a (1 - a) / (n - 1), estimated without bias; their
-    mean, and the share (n - 1) / n that a population variance loses, is taken off.
+    A client with accuracy a on n samples has the sampling variance a (1 - a) / (n - 1), estimated without bias. Their
+    mean, times the factor (n - 1) / n of a population variance, is subtracted.
 
     Args:
         accuracies: shape (clients,).
@@ -101,10 +101,10 @@ def corrected_variance(accuracies: Tensor, samples: Tensor) -> Tensor:
 
 
 def corrected_worst_decile(accuracies: Tensor, samples: Tensor) -> Tensor:
-    """Worst decile of accuracies drawn towards their mean until their variance is the corrected one.
+    """Return the worst decile after shrinking accuracies towards their mean to the corrected variance.
 
-    Of clients that are equal the worst tenth of the measured accuracies are those with bad luck in their few test
-    samples. Accuracies are at their mean plus sqrt(corrected variance / variance) of their distance from it.
+    Even if all clients are equal, the worst tenth of the measured accuracies are those with bad luck in their test
+    samples. Distances from the mean are multiplied by sqrt(corrected variance / variance).
 
     Args:
         accuracies: shape (clients,).
@@ -124,14 +124,14 @@ def corrected_worst_decile(accuracies: Tensor, samples: Tensor) -> Tensor:
 def fairness_intervals(
     accuracies: Tensor, seed: int = 0, draws: int = 500, level: float = 0.95, measure: Measure = ACCURACY
 ) -> dict[str, tuple[float, float]]:
-    """Bootstrap intervals over clients of ``variance``, ``worst10``, ``jain`` and ``entropy``, by name.
+    """Return bootstrap intervals over clients of ``variance``, ``worst10``, ``jain`` and ``entropy``, by name.
 
     Args:
         accuracies: shape (clients,).
-        seed: of the draws.
-        draws: their number.
-        level: of confidence.
-        measure: what the scores are.
+        seed: seed of the resampling.
+        draws: number of resamples.
+        level: confidence level.
+        measure: the measure of the scores.
 
     Example:
         >>> fairness_intervals(torch.full((5,), 0.5))["worst10"]
@@ -151,7 +151,7 @@ def fairness_intervals(
 
 
 def worst_decile(accuracies: Tensor, measure: Measure = ACCURACY) -> Tensor:
-    """Mean accuracy of the worst tenth of the clients, at least one; of errors the greatest.
+    """Return the mean accuracy of the worst tenth of the clients, at least one; the highest scores for errors.
 
     Example:
         >>> worst_decile(torch.tensor([0.5, float("nan"), 0.25]))
@@ -161,7 +161,7 @@ def worst_decile(accuracies: Tensor, measure: Measure = ACCURACY) -> Tensor:
 
 
 def jain_index(accuracies: Tensor) -> Tensor:
-    """Jain's index, (sum a)^2 / (n sum a^2): 1 if all clients are equal (all 0 too), 1/n if one has everything.
+    """Return Jain's index, (sum a)^2 / (n sum a^2): 1 if all are equal (even 0), 1/n if only one is not 0.
 
     Example:
         >>> jain_index(torch.tensor([1.0, 1.0, 0.0, 0.0]))
@@ -173,7 +173,7 @@ def jain_index(accuracies: Tensor) -> Tensor:
 
 
 def accuracy_entropy(accuracies: Tensor) -> Tensor:
-    """Entropy of the clients' shares of the summed accuracy over log n: 1 if all are equal (all 0, or one, too).
+    """Return the entropy of the clients' shares of the summed accuracy over log n: 1 if all are equal, or only one.
 
     Example:
         >>> accuracy_entropy(torch.tensor([1.0, 1.0, 0.0, 0.0]))
@@ -187,15 +187,15 @@ def accuracy_entropy(accuracies: Tensor) -> Tensor:
 
 
 def gap_to_local(accuracies: Tensor, local: Tensor, measure: Measure = ACCURACY) -> Tensor:
-    """Gain of each client over training alone: its accuracy minus the one that its Local model has.
+    """Return each client's gain over training alone: its accuracy minus that of its Local model.
 
     Args:
         accuracies: shape (clients,).
         local: accuracy of every client's Local model, shape (clients,).
-        measure: what the scores are; of errors the gain is what the client is spared.
+        measure: the measure of the scores; for errors the gain is the reduction.
 
     Returns:
-        Shape (clients,), negative for a client that had better stayed alone, NaN where either is not known.
+        Shape (clients,), negative for a client that is better off alone, NaN where either is unknown.
 
     Example:
         >>> gap_to_local(torch.tensor([0.75, 0.5]), torch.tensor([0.5, 0.75]))
@@ -207,17 +207,17 @@ def gap_to_local(accuracies: Tensor, local: Tensor, measure: Measure = ACCURACY)
 def fairness_summary(
     accuracies: Tensor, groups: Tensor | None = None, local: Tensor | None = None, measure: Measure = ACCURACY
 ) -> dict[str, Tensor]:
-    """All of the above by name.
+    """Return all of the above by name.
 
     Args:
         accuracies: shape (clients,).
-        groups: each client's group, numbered from 0; None means all are one.
+        groups: each client's group, numbered from 0; None means a single group.
         local: accuracy of every client's Local model, if known.
-        measure: what the scores are.
+        measure: the measure of the scores.
 
     Returns:
         ``variance``, ``worst10``, ``jain`` and ``entropy``; with two groups or more ``gap``; with ``local`` the mean
-        gain over it, ``local_gap``, and the share of clients that had better stayed alone, ``local_worse``.
+        gain over it, ``local_gap``, and the share of clients that are better off alone, ``local_worse``.
 
     Example:
         >>> summary = fairness_summary(torch.tensor([0.5, 1.0]), groups=torch.tensor([0, 1]))
@@ -240,17 +240,17 @@ def fairness_summary(
 
 
 def scored(accuracies: Tensor) -> Tensor:
-    """The accuracies of the clients that were scored."""
+    """Return the accuracies that are not NaN."""
     return accuracies[~accuracies.isnan()]
 
 
 def _equal(scores: Tensor) -> Tensor:
-    """1, or NaN where there is no score."""
+    """Return 1, or NaN without any scores."""
     return scores.new_tensor(1.0 if len(scores) else float("nan"))
 
 
 class ClientFairness(Metric):
-    """Base of the metrics below: counts every client's correct samples, so that any number of updates adds up.
+    """Base class of the metrics below, with counts of every client's correct samples, accumulated over updates.
 
     Args:
         num_clients: number of clients.
@@ -274,7 +274,7 @@ class ClientFairness(Metric):
         self.register_buffer("local", local, persistent=False)
 
     def update(self, clients: Tensor, correct: Tensor, total: Tensor) -> None:
-        """Add what some clients scored.
+        """Add the scores of some clients.
 
         Args:
             clients: their numbers, shape (K,).
@@ -286,11 +286,11 @@ class ClientFairness(Metric):
 
     @property
     def accuracies(self) -> Tensor:
-        """Accuracy of every client, shape (clients,), NaN for clients not seen."""
+        """Accuracy of every client, shape (clients,), NaN if never updated."""
         return self.correct / self.total
 
     def compute(self) -> Any:
-        """All measures by name; see :func:`fairness_summary`."""
+        """Return all metrics by name; see :func:`fairness_summary`."""
         return fairness_summary(self.accuracies, self.groups, self.local)
 
 
@@ -305,16 +305,16 @@ class GroupAccuracy(ClientFairness):
     """
 
     def compute(self) -> Tensor:
-        """Shape (groups,)."""
+        """Return the means, shape (groups,)."""
         assert self.groups is not None, "GroupAccuracy needs groups"
         return group_means(self.accuracies, self.groups)
 
 
 class AccuracyGap(ClientFairness):
-    """Majority minus minority; see :func:`accuracy_gap`."""
+    """Mean accuracy of the majority minus that of the minority; see :func:`accuracy_gap`."""
 
     def compute(self) -> Tensor:
-        """0-dim."""
+        """Return the gap, 0-dim."""
         assert self.groups is not None, "AccuracyGap needs groups"
         return accuracy_gap(self.accuracies, self.groups)
 
@@ -323,7 +323,7 @@ class AccuracyVariance(ClientFairness):
     """Population variance over clients in percent squared; see :func:`accuracy_variance`."""
 
     def compute(self) -> Tensor:
-        """0-dim."""
+        """Return the variance, 0-dim."""
         return accuracy_variance(self.accuracies)
 
 
@@ -331,7 +331,7 @@ class WorstDecile(ClientFairness):
     """Mean accuracy of the worst tenth of the clients; see :func:`worst_decile`."""
 
     def compute(self) -> Tensor:
-        """0-dim."""
+        """Return the mean, 0-dim."""
         return worst_decile(self.accuracies)
 
 
@@ -339,7 +339,7 @@ class JainIndex(ClientFairness):
     """Jain's index; see :func:`jain_index`."""
 
     def compute(self) -> Tensor:
-        """0-dim."""
+        """Return the index, 0-dim."""
         return jain_index(self.accuracies)
 
 
@@ -347,7 +347,7 @@ class AccuracyEntropy(ClientFairness):
     """Normalised entropy of accuracy; see :func:`accuracy_entropy`."""
 
     def compute(self) -> Tensor:
-        """0-dim."""
+        """Return the entropy, 0-dim."""
         return accuracy_entropy(self.accuracies)
 
 
@@ -355,6 +355,6 @@ class GapToLocal(ClientFairness):
     """Gain of each client over training alone; see :func:`gap_to_local`."""
 
     def compute(self) -> Tensor:
-        """Shape (clients,)."""
+        """Return the gains, shape (clients,)."""
         assert self.local is not None, "GapToLocal needs local"
         return gap_to_local(self.accuracies, self.local)

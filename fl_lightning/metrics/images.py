@@ -1,4 +1,4 @@
-"""How near a reconstructed image is to the original: PSNR and SSIM; and the total variation that attacks penalise."""
+"""Similarity of reconstructed images to the originals, PSNR and SSIM, and total variation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 
 
 def psnr(images: Tensor, originals: Tensor, data_range: float = 1.0) -> Tensor:
-    """Peak signal-to-noise ratio of every image in dB, 10 log10(range^2 / MSE); infinite where they are equal.
+    """Return the peak signal-to-noise ratio of every image in dB, 10 log10(range^2 / MSE); infinite if equal.
 
     Args:
         images: shape (n, ...).
-        originals: of the same shape.
+        originals: same shape.
         data_range: largest minus smallest possible value.
 
     Returns:
@@ -30,11 +30,11 @@ def psnr(images: Tensor, originals: Tensor, data_range: float = 1.0) -> Tensor:
 
 
 def ssim(images: Tensor, originals: Tensor, data_range: float = 1.0) -> Tensor:
-    """Structural similarity of every image, 1 where they are equal; NaN for what is no image of 11 pixels or more.
+    """Return the structural similarity of every image, 1 if equal; NaN for images smaller than 11 x 11 or others.
 
     Args:
         images: shape (n, channels, height, width).
-        originals: of the same shape.
+        originals: same shape.
         data_range: largest minus smallest possible value.
 
     Returns:
@@ -48,7 +48,7 @@ def ssim(images: Tensor, originals: Tensor, data_range: float = 1.0) -> Tensor:
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Mean absolute difference of neighbouring pixels, down and across, of every image; 0 for what is no image.
+    """Return the mean absolute difference of neighbouring pixels of every image; 0 for tensors that are not images.
 
     Args:
         images: shape (n, channels, height, width).
@@ -91,11 +91,11 @@ class Reconstruction(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, images: Tensor, originals: Tensor) -> None:
-        """Add some images beside their originals, both of shape (n, ...)."""
+        """Add some images with their originals, both of shape (n, ...)."""
         self.psnr_sum += psnr(images, originals, self.data_range).sum()
         self.ssim_sum += ssim(images, originals, self.data_range).double().sum()
         self.total += len(images)
 
     def compute(self) -> dict[str, Tensor]:
-        """The means, ``psnr`` in dB and ``ssim``."""
+        """Return the means: ``psnr`` in dB, and ``ssim``."""
         return {"psnr": self.psnr_sum / self.total, "ssim": self.ssim_sum / self.total}

@@ -1,4 +1,4 @@
-"""How well an attacker tells members from non-members: accuracy, F1, AUROC, and the hits at few false alarms."""
+"""Metrics of membership inference: accuracy, F1, AUROC, and the true positive rate at low false positive rates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torchmetrics.utilities import dim_zero_cat
 
 from fl_lightning import seeding
 
-#: Shares of false alarms at which the share of members that are found is reported, and the names for them.
+#: False positive rates at which the true positive rate is reported, by the metric's name.
 FALSE_ALARMS = {"tpr_at_1": 0.01, "tpr_at_01": 0.001}
 
 
 def attack_accuracy(scores: Tensor, members: Tensor, threshold: float = 0.5) -> Tensor:
-    """Share of samples that are rightly called member (score at the threshold or above) or non-member.
+    """Return the share of samples classified correctly as member (score at the threshold or above) or non-member.
 
     Args:
         scores: higher means member, shape (n,).
-        members: whether each sample is one, boolean, shape (n,).
-        threshold: where the attacker draws the line.
+        members: whether each sample is a member, boolean, shape (n,).
+        threshold: decision threshold.
 
     Example:
         >>> attack_accuracy(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
@@ -33,7 +33,7 @@ def attack_accuracy(scores: Tensor, members: Tensor, threshold: float = 0.5) -> 
 
 
 def attack_f1(scores: Tensor, members: Tensor, threshold: float = 0.5) -> Tensor:
-    """F1 with members as the positive class; 0 if none is found.
+    """Return F1 with members as the positive class; 0 if no member is found.
 
     Example:
         >>> attack_f1(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
@@ -45,7 +45,7 @@ def attack_f1(scores: Tensor, members: Tensor, threshold: float = 0.5) -> Tensor
 
 
 def attack_auroc(scores: Tensor, members: Tensor) -> Tensor:
-    """Chance that a random member scores higher than a random non-member, ties counted half.
+    """Return the probability that a random member scores higher than a random non-member, ties counted half.
 
     Example:
         >>> attack_auroc(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
@@ -56,10 +56,10 @@ def attack_auroc(scores: Tensor, members: Tensor) -> Tensor:
 
 
 def _counts(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of true and of false alarms at every distinct threshold, from "nobody" to "everybody", shape (t,).
+    """Return the numbers of true and false positives at every distinct threshold, from none to all, shape (t,).
 
-    torchmetrics would squash scores outside 0 to 1, such as losses, by a sigmoid in which the high ones become equal
-    (an AUROC may be off by 0.08), counts in single precision, and says 0 where there are no members.
+    torchmetrics would apply a sigmoid to scores outside of [0, 1], such as losses, where high ones become equal (which
+    may change an AUROC by 0.08), counts in single precision, and returns 0 if there are no members.
     """
     order = scores.argsort(descending=True)
     ordered, hits = scores[order], members[order].double()
@@ -69,15 +69,15 @@ def _counts(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rates(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """True and false alarms at every distinct threshold, from "nobody" to "everybody"; shares, shape (t,)."""
+    """Return the true and false positive rates at every distinct threshold, from none to all, shape (t,)."""
     found, alarms = _counts(scores, members)
     return found / found[-1], alarms / alarms[-1]
 
 
 def tpr_at_fpr(scores: Tensor, members: Tensor, fpr: float) -> Tensor:
-    """Largest share of members that a threshold finds with at most the given share of false alarms.
+    """Return the highest true positive rate of a threshold with at most the given false positive rate.
 
-    NaN where there are fewer than 1 / fpr non-members: no share of false alarms but none is then that small.
+    NaN with fewer than 1 / fpr non-members, where only a rate of 0 could be that low.
 
     Example:
         >>> tpr_at_fpr(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, False]), 0.5)
@@ -90,7 +90,7 @@ def tpr_at_fpr(scores: Tensor, members: Tensor, fpr: float) -> Tensor:
 
 
 def roc(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of false alarms and of members found, at every distinct threshold, both of shape (t,).
+    """Return false and true positive rates at every distinct threshold, both of shape (t,).
 
     Example:
         >>> [rate.tolist() for rate in roc(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))]
@@ -101,7 +101,7 @@ def roc(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clopper_pearson(hits: int, number: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact interval of a share of which so many hits were seen.
+    """Return the exact confidence interval of a proportion.
 
     Example:
         >>> tuple(round(end, 4) for end in clopper_pearson(0, 10))
@@ -116,14 +116,14 @@ def clopper_pearson(hits: int, number: int, level: float = 0.95) -> tuple[float,
 def auroc_interval(
     scores: Tensor, members: Tensor, seed: int = 0, draws: int = 200, level: float = 0.95
 ) -> tuple[float, float]:
-    """The bootstrap interval of the AUROC, members and non-members drawn for themselves.
+    """Return the bootstrap interval of the AUROC, with members and non-members resampled separately.
 
     Args:
         scores: higher means member, shape (n,).
-        members: whether each sample is one, boolean, shape (n,).
-        seed: of the draws.
-        draws: their number.
-        level: of confidence.
+        members: whether each sample is a member, boolean, shape (n,).
+        seed: seed of the resampling.
+        draws: number of resamples.
+        level: confidence level.
     """
     rng = seeding.stream(seed, "bootstrap")
     _, place = torch.unique(scores.double().cpu(), return_inverse=True)
@@ -139,14 +139,14 @@ def auroc_interval(
 
 
 def membership_intervals(scores: Tensor, members: Tensor, seed: int = 0) -> dict[str, float]:
-    """Ends of the 95% intervals of AUROC (bootstrap) and of the members found (Clopper-Pearson), by name.
+    """Return the ends of 95% intervals of the AUROC (bootstrap) and true positive rates (Clopper-Pearson), by name.
 
-    The latter take the threshold for given.
+    The latter treat the threshold as fixed.
 
     Args:
         scores: higher means member, shape (n,).
-        members: whether each sample is one, boolean, shape (n,).
-        seed: of the bootstrap.
+        members: whether each sample is a member, boolean, shape (n,).
+        seed: seed of the bootstrap.
     """
     names = ["auroc", *FALSE_ALARMS]
     if bool(scores.isnan().any()):
@@ -161,7 +161,7 @@ def membership_intervals(scores: Tensor, members: Tensor, seed: int = 0) -> dict
 
 
 def best_accuracy(scores: Tensor, members: Tensor) -> Tensor:
-    """Balanced accuracy at the best of all thresholds, chosen in hindsight: no line could do better.
+    """Return the balanced accuracy at the best threshold in hindsight, an upper bound for any threshold.
 
     Example:
         >>> best_accuracy(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
@@ -172,7 +172,7 @@ def best_accuracy(scores: Tensor, members: Tensor) -> Tensor:
 
 
 def best_threshold(scores: Tensor, members: Tensor) -> float:
-    """The score from which on calling samples members is right most often; of equals the highest.
+    """Return the threshold with the highest balanced accuracy; the highest of several.
 
     Example:
         >>> best_threshold(torch.tensor([0.9, 0.5, 0.0]), torch.tensor([True, True, False]))
@@ -188,12 +188,12 @@ def best_threshold(scores: Tensor, members: Tensor) -> float:
 
 
 def membership_summary(scores: Tensor, members: Tensor, threshold: float = 0.5) -> dict[str, Tensor]:
-    """All measures by name, as fractions; all NaN if a score is, since an attack without an answer is none.
+    """Return all metrics by name, as fractions; all are NaN if a score is NaN, since the attack then has no answer.
 
     Args:
         scores: higher means member, shape (n,).
-        members: whether each sample is one, boolean, shape (n,).
-        threshold: where the attacker draws the line.
+        members: whether each sample is a member, boolean, shape (n,).
+        threshold: decision threshold.
 
     Example:
         >>> found = membership_summary(torch.tensor([0.9, 0.4, 0.6]), torch.tensor([True, True, False]))
@@ -212,10 +212,10 @@ def membership_summary(scores: Tensor, members: Tensor, threshold: float = 0.5) 
 
 
 class MembershipAttack(Metric):
-    """The measures of :func:`membership_summary` over any number of updates.
+    """The metrics of :func:`membership_summary`, accumulated over updates.
 
     Args:
-        threshold: where the attacker draws the line.
+        threshold: decision threshold.
 
     Example:
         >>> metric = MembershipAttack()
@@ -241,5 +241,5 @@ class MembershipAttack(Metric):
         self.members.append(members.bool())
 
     def compute(self) -> dict[str, Tensor]:
-        """All measures by name."""
+        """Return all metrics by name."""
         return membership_summary(dim_zero_cat(self.scores), dim_zero_cat(self.members), self.threshold)

@@ -1,4 +1,4 @@
-"""Any torchmetrics metric for every client: what it says of that client's samples alone."""
+"""Evaluation of any torchmetrics metric for every client separately."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fl_lightning.errors import FederationError
 
 
 class ClientMetric(ABC):
-    """One number for each client, collected over an evaluation.
+    """One number per client, accumulated over an evaluation.
 
     Args:
         num_clients: number of clients.
@@ -32,24 +32,24 @@ class ClientMetric(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Drop what was accumulated."""
 
     @abstractmethod
     def update(self, clients: Tensor, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Add samples: for each of some clients its outputs, shape (n, ...), and its targets, shape (n, ...)."""
+        """Add samples: for each client its outputs, shape (n, ...), and its targets, shape (n, ...)."""
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """The number of every client, float64, shape (clients,); NaN for clients not seen."""
+        """Return every client's value, float64, shape (clients,); NaN for clients without samples."""
 
 
 class Sums(ClientMetric):
-    """A metric that is a function of sums over samples, added up for all clients at once.
+    """A metric that is a function of sums over samples, computed for all clients at once.
 
     Args:
         num_clients: number of clients.
-        terms: what is added up: of outputs and targets of n samples, shape (n, terms), float64.
-        ratio: the metric, of the sums, shape (clients, terms).
+        terms: computes the summands from outputs and targets of n samples, shape (n, terms), float64.
+        ratio: computes the metric from the sums, shape (clients, terms).
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Sums(ClientMetric):
         super().__init__(num_clients)
 
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Drop what was accumulated."""
         self.sums: Tensor | None = None
         self.seen = torch.zeros(self.num_clients, dtype=torch.bool)
 
@@ -73,7 +73,7 @@ class Sums(ClientMetric):
         self.seen[clients.cpu()] = True
 
     def compute(self) -> Tensor:
-        """The metric of every client."""
+        """Return every client's metric."""
         if self.sums is None:
             return torch.full((self.num_clients,), torch.nan, dtype=torch.float64)
         found = self.ratio(self.sums)
@@ -81,12 +81,12 @@ class Sums(ClientMetric):
 
 
 class Each(ClientMetric):
-    """Any metric, with one object for each client.
+    """Any metric, with one object per client.
 
     Args:
         num_clients: number of clients.
         metric: the metric; copied.
-        name: how it is called in messages.
+        name: its name in messages.
     """
 
     def __init__(self, num_clients: int, metric: Metric, name: str = "") -> None:
@@ -94,7 +94,7 @@ class Each(ClientMetric):
         super().__init__(num_clients)
 
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Drop what was accumulated."""
         self.own: dict[int, Metric] = {}
 
     def update(self, clients: Tensor, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -106,7 +106,7 @@ class Each(ClientMetric):
             self.own[client].update(output, target)
 
     def compute(self) -> Tensor:
-        """The metric of every client; NaN where its samples are too few for it."""
+        """Return every client's metric; NaN if it has too few samples."""
         found = torch.full((self.num_clients,), torch.nan, dtype=torch.float64)
         for client, metric in self.own.items():
             found[client] = self._value(metric)
@@ -114,14 +114,14 @@ class Each(ClientMetric):
 
     def _value(self, metric: Metric) -> float:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as that a client has no sample of some class
+            warnings.simplefilter("ignore")  # for example that a client has no sample of some class
             try:
                 value: Any = metric.compute()
-            except ValueError:  # such as a correlation of one sample
+            except ValueError:  # for example a correlation of one sample
                 return torch.nan
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise FederationError(
-                f"The metric {self.name} gives {_told(value)} for a client, not one number: average it, or pick one."
+                f"The metric {self.name} gives {_kind(value)} for a client, not one number: average it, or pick one."
             )
         return float(value)
 
@@ -144,7 +144,7 @@ class PerClient:
         self.metrics = {name: of_metric(metric, num_clients, name) for name, metric in metrics.items()}
 
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Drop what was accumulated."""
         for metric in self.metrics.values():
             metric.reset()
 
@@ -153,20 +153,20 @@ class PerClient:
 
         Args:
             clients: their numbers.
-            outputs: for each of them what metrics take of its samples, shape (n, ...).
-            targets: for each of them its targets, shape (n, ...).
+            outputs: the metrics' inputs for each client's samples, shape (n, ...).
+            targets: each client's targets, shape (n, ...).
         """
         rows = torch.as_tensor(clients)
         for metric in self.metrics.values():
             metric.update(rows, outputs, targets)
 
     def compute(self) -> dict[str, Tensor]:
-        """Every metric of every client, float64, shape (clients,); NaN for clients not seen."""
+        """Return every metric of every client, float64, shape (clients,); NaN for clients without samples."""
         return {name: metric.compute() for name, metric in self.metrics.items()}
 
 
 def of_metric(metric: Metric, num_clients: int, name: str = "") -> ClientMetric:
-    """A torchmetrics metric for every client: added up for all at once where that is known to be the same."""
+    """Wrap a torchmetrics metric, as sums over samples if that is known to be equivalent, else as one object each."""
     kind, flat = type(metric), getattr(metric, "num_outputs", 1) == 1
     ignored: Any = getattr(metric, "ignore_index", None)
     if kind is MulticlassAccuracy and _adds_up(metric):
@@ -181,7 +181,7 @@ def of_metric(metric: Metric, num_clients: int, name: str = "") -> ClientMetric:
 
 
 def _adds_up(metric: Metric) -> bool:
-    """Whether an accuracy is the share of correct predictions among all."""
+    """Return whether an accuracy is the share of correct predictions among all."""
     plain = {"average": "micro", "top_k": 1, "multidim_average": "global"}
     return all(getattr(metric, name) == value for name, value in plain.items())
 
@@ -191,24 +191,24 @@ def _mean(sums: Tensor) -> Tensor:
 
 
 def _counted(values: Tensor, counts: Tensor) -> Tensor:
-    """Sum and number of the values of every sample, shape (n, 2), float64."""
+    """Return sum and number of the values of every sample, shape (n, 2), float64."""
     parts = [(values * counts).double(), counts.double()]
     return torch.stack([part.reshape(len(part), -1).sum(1) for part in parts], dim=1)
 
 
 def _hits(output: Tensor, target: Tensor, ignored: int | None) -> Tensor:
-    """Correct predictions; outputs are scores with classes in the second dimension, or classes."""
+    """Count correct predictions; outputs are scores with classes in the second dimension, or classes."""
     predicted = output if output.dim() == target.dim() else output.argmax(1)
     return _counted(predicted == target, _counts(target, ignored))
 
 
 def _errors(output: Tensor, target: Tensor, power: int) -> Tensor:
-    """Absolute errors to some power."""
+    """Sum absolute errors raised to a power."""
     return _counted((output - target).abs() ** power, torch.ones_like(target))
 
 
 def _surprise(output: Tensor, target: Tensor, ignored: int | None) -> Tensor:
-    """Minus the logarithm of the probability of every token; outputs are scores with tokens in the last dimension."""
+    """Sum negative log probabilities of tokens; outputs are scores with tokens in the last dimension."""
     logs = F.log_softmax(output.double(), dim=-1).movedim(-1, 1)
     known = _counts(target, ignored)
     return _counted(-logs.gather(1, target.where(known, 0).unsqueeze(1)).squeeze(1), known)
@@ -218,5 +218,5 @@ def _counts(target: Tensor, ignored: int | None) -> Tensor:
     return torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
 
 
-def _told(value: Any) -> str:
+def _kind(value: Any) -> str:
     return f"{value.numel()} numbers" if isinstance(value, Tensor) else f"a {type(value).__name__}"

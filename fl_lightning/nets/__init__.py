@@ -22,7 +22,7 @@ from fl_lightning.nets.thin_resnet import ResNet20, ResNet32, ResNet44, ResNet56
 from fl_lightning.nets.transformer import TransformerDecoder, TransformerEncoder, ViTTiny
 from fl_lightning.nets.unet import UNet
 
-#: The papers' names of the networks; each class without arguments is the network of that name.
+#: Networks by their names in the papers; each class without arguments is the network of that name.
 NETS: dict[str, type[FedNet]] = {
     "mlp_mnist": MLP,
     "cnn_fmnist": CNNFashion,

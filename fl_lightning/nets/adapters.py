@@ -1,4 +1,4 @@
-"""Pretrained nets of which only a part is trained: frozen layers, LoRA adapters, weights from a file."""
+"""Pretrained nets that are trained in part: frozen layers, LoRA adapters, weights from a file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fl_lightning.nets.convert import Net, replace_modules
 
 
 class LoRALinear(nn.Linear):
-    """A fully connected layer that is frozen, and a trained change of low rank: W x + b + (alpha / rank) up down x.
+    """A frozen linear layer with a trained low-rank update: W x + b + (alpha / rank) up down x.
 
-    The change is zero at first (Hu et al., LoRA, ICLR 2022, section 4.1).
+    The update is initially zero (Hu et al., LoRA, ICLR 2022, section 4.1).
 
     Args:
         layer: the layer; its weights are shared, not copied.
-        rank: rank of the change.
-        alpha: its scale, times the rank; None is the rank, a scale of 1.
+        rank: rank of the update.
+        alpha: scale of the update, times the rank; None is the rank, a scale of 1.
     """
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float | None = None) -> None:
@@ -40,11 +40,11 @@ class LoRALinear(nn.Linear):
         nn.init.kaiming_uniform_(self.down, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output with the change."""
+        """Return the layer's output with the update."""
         return F.linear(x, self.weight, self.bias) + self.scale * F.linear(F.linear(x, self.down), self.up)
 
     def merged(self) -> nn.Linear:
-        """A plain layer that computes the same."""
+        """Return an equivalent plain layer."""
         layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
         with torch.no_grad():
             layer.weight.copy_(self.weight + self.scale * self.up @ self.down)
@@ -60,14 +60,14 @@ def lora(
     alpha: float | None = None,
     train: Sequence[str] = ("head",),
 ) -> Net:
-    """A copy of a net of which only LoRA adapters, and what ``train`` names, are trained; names of entries stay.
+    """Return a copy of a net that trains LoRA adapters and the modules in ``train`` only; entries keep their names.
 
     Args:
         net: any network.
         rank: rank of the adapters.
-        layers: names of the fully connected layers that get one, with wildcards: ``blocks.*.attention.qkv``.
-        alpha: scale of the change, times the rank; None is the rank.
-        train: names of modules that are trained as they are, with wildcards; they get no adapter.
+        layers: names of the linear layers that get an adapter, with wildcards: ``blocks.*.attention.qkv``.
+        alpha: scale of the update, times the rank; None is the rank.
+        train: names of modules that are trained in full, with wildcards; they get no adapter.
 
     Example:
         >>> from fl_lightning.nets import MLP
@@ -96,7 +96,7 @@ def lora(
 
 
 def adapters(net: nn.Module) -> list[str]:
-    """Names of the entries of a net's adapters, such as for ``FedPer(net, personal=adapters(net))``.
+    """Return the names of a net's adapter entries, for example for ``FedPer(net, personal=adapters(net))``.
 
     Example:
         >>> from fl_lightning.nets import MLP
@@ -108,11 +108,11 @@ def adapters(net: nn.Module) -> list[str]:
 
 
 def freeze(net: Net, train: Sequence[str] = ("head",)) -> Net:
-    """A copy of a net of which only the named modules are trained.
+    """Return a copy of a net that trains the named modules only.
 
     Args:
         net: any network.
-        train: names of modules, with wildcards; none may be named to train nothing.
+        train: names of modules, with wildcards; an empty list trains nothing.
     """
     net = copy.deepcopy(net).requires_grad_(False)
     for pattern in train:
@@ -129,14 +129,14 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def load_weights(net: Net, path: str | Path, strict: bool = False) -> Net:
-    """Read a net's weights from a file of torch or safetensors, in place.
+    """Load a net's weights from a torch or safetensors file, in place.
 
-    A Lightning checkpoint gives those of its ``state_dict``; prefixes such as ``net.`` are taken off.
+    For a Lightning checkpoint its ``state_dict`` is used; prefixes such as ``net.`` are stripped.
 
     Args:
         net: any network.
         path: the file.
-        strict: whether every entry must be there; else those that are missing, or have another shape, stay as they are.
+        strict: whether every entry must be found; otherwise entries that are missing or differ in shape are kept.
     """
     found = _read(Path(path))
     own = net.state_dict()
@@ -162,20 +162,20 @@ def _read(path: Path) -> Mapping[str, Tensor]:
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise FederationError(f"{path} holds no weights that can be read safely ({type(error).__name__}).") from error
+        raise FederationError(f"{path} has no weights that can be loaded safely ({type(error).__name__}).") from error
     state: Mapping[str, Tensor] = found.get("state_dict", found)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 class LoRA(FedNet):
-    """A net with LoRA adapters that the command line and checkpoints can make again; see :func:`lora`.
+    """A net with LoRA adapters that the command line and checkpoints can rebuild; see :func:`lora`.
 
     Args:
         net: the network.
         rank: rank of the adapters.
-        layers: names of the fully connected layers that get one, with wildcards.
-        alpha: scale of the change, times the rank; None is the rank.
-        train: names of modules that are trained as they are.
+        layers: names of the linear layers that get an adapter, with wildcards.
+        alpha: scale of the update, times the rank; None is the rank.
+        train: names of modules that are trained in full.
         weights: a file with the net's pretrained weights.
 
     Example:
@@ -198,18 +198,18 @@ class LoRA(FedNet):
         if weights is not None:
             base = load_weights(copy.deepcopy(base), weights)
         noted: dict[str, Any] = {"rank": rank, "layers": list(layers), "alpha": alpha, "train": list(train)}
-        # The weights are in the checkpoint: the file is not needed again.
+        # The file is not needed to rebuild the net, because checkpoints contain the weights.
         self._noted = {"net": base.spec if isinstance(base, FedNet) else None, **noted}
         self.net = lora(base, rank, layers, alpha, train)
 
     @property
     def spec(self) -> dict[str, Any]:
-        """Class path and arguments in plain values, those of the net within."""
+        """Class path and arguments as plain values, including those of the inner net."""
         if self._noted["net"] is None:
             raise FederationError("The net within LoRA is not a FedNet and cannot be described by plain values.")
         return {"class_path": "fl_lightning.nets.LoRA", "init_args": copy.deepcopy(self._noted)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Output of the net."""
+        """Return the output of the net."""
         output: Tensor = self.net(x)
         return output

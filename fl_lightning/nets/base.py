@@ -1,4 +1,4 @@
-"""The base of every network: an ``nn.Module`` that knows how it was made."""
+"""Base class of the networks: an ``nn.Module`` that records its constructor arguments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fl_lightning.nets.units import Units
 
 
 class FedNet(nn.Module):
-    """A network that can be described by a plain dict and made again from it.
+    """A network that can be described by a plain dict and rebuilt from it.
 
-    Checkpoints, worker processes and configuration files need to make a network again without being handed the object.
-    ``FedNet`` notes its constructor arguments as they come in, so a subclass writes nothing for it. It is also the type
-    that the command line looks among when a network is named by its class alone.
+    Checkpoints, worker processes and configuration files must be able to rebuild a network without the object.
+    ``FedNet`` records its constructor arguments automatically, so a subclass needs no code for it. The command line
+    also searches its subclasses for networks given by class name alone.
 
     Example:
         >>> from fl_lightning.nets import MLP
@@ -33,26 +33,26 @@ class FedNet(nn.Module):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Note the constructor's arguments; what they mean is left to ``__init__``."""
+        """Record the constructor's arguments."""
         arguments.check_types(cls, args, kwargs)
         arguments.check_sizes(cls, args, kwargs)
         net = super().__new__(cls)
-        # Copying and unpickling come here without arguments and then restore the note with the rest of the object.
+        # Copying and unpickling call this without arguments, and then restore the record with the object.
         net.__dict__["_init_args"] = _bound(cls, args, kwargs)
         return net
 
     def units(self) -> Sequence[Units] | None:
-        """Hidden units that may change places, from input to output; None if they can be derived.
+        """Return hidden units that may be permuted, from input to output; None if they can be derived.
 
-        Those of chains of layers and of torchvision's blocks are. Other nets with branches declare those inside a
-        block, with :func:`~fl_lightning.nets.units.units_between`, and recurrent ones theirs, with
-        :func:`~fl_lightning.nets.units.recurrent_units`. What lies on a residual stream or in a concatenation stays.
+        They are derived for chains of layers and for torchvision's blocks. Other nets with branches declare the units
+        inside each block with :func:`~fl_lightning.nets.units.units_between`, and recurrent nets theirs with
+        :func:`~fl_lightning.nets.units.recurrent_units`. Units on a residual stream or in a concatenation are fixed.
         """
         return None
 
     @property
     def spec(self) -> dict[str, Any]:
-        """``{"class_path": ..., "init_args": {...}}`` in plain values, defaults included.
+        """``{"class_path": ..., "init_args": {...}}`` as plain values, defaults included.
 
         Raises:
             FederationError: if an argument is not a number, string, None, or list or dict of these.
@@ -65,10 +65,10 @@ class FedNet(nn.Module):
 
     @staticmethod
     def from_spec(spec: Mapping[str, Any]) -> FedNet:
-        """Make the network that ``spec`` describes, with fresh weights.
+        """Build the network that ``spec`` describes, with fresh weights.
 
         Raises:
-            FederationError: if the spec names no class of networks or the class refuses the arguments.
+            FederationError: if the spec does not name a network class or the class rejects the arguments.
         """
         if not isinstance(spec, Mapping) or not isinstance(spec.get("class_path"), str):
             raise FederationError(f"A network's spec is a dict with a class_path and init_args, not {spec!r}.")
@@ -84,23 +84,23 @@ class FedNet(nn.Module):
         except FederationError:
             raise
         except (TypeError, ValueError) as error:
-            raise FederationError(f"The network {path} cannot be made with {arguments!r}: {error}.") from error
+            raise FederationError(f"The network {path} cannot be built with {arguments!r}: {error}.") from error
 
 
 class LossNet(nn.Module):
-    """A network that brings its own loss: called with a pair (inputs, labels) it returns the loss of the batch.
+    """A network with its own loss: called with a pair (inputs, labels) it returns the loss of the batch.
 
-    Called with inputs alone it returns scores, as every network. Methods ask it for the loss instead of taking that of
-    the task. Called with :class:`Asked` it returns what it logs of a client's samples.
+    Called with inputs alone it returns scores, like every network. Methods use its loss instead of the task's. Called
+    with :class:`Asked` it returns the metrics that it logs for a client's samples.
     """
 
     def logs(self, split: str) -> bool:
-        """Whether it logs something of a client's samples of a split, ``val`` or ``test``. Default: no."""
+        """Return whether it logs metrics for a split, ``val`` or ``test``. Default: no."""
         return False
 
 
 class Asked(NamedTuple):
-    """All samples that a client is evaluated on: inputs and targets of shape (n, ...), and of which split they are."""
+    """All samples on which a client is evaluated: inputs and targets of shape (n, ...), and their split."""
 
     inputs: Tensor
     targets: Tensor
@@ -108,14 +108,14 @@ class Asked(NamedTuple):
 
 
 def _class_path(kind: type) -> str:
-    """Where to import ``kind`` from: its package if that exports it, else its module."""
+    """Return the import path of a class: through its package if that exports it, else through its module."""
     package = kind.__module__.rpartition(".")[0]
     exported = vars(sys.modules[package]).get(kind.__name__) if package in sys.modules else None
     return f"{package}.{kind.__name__}" if exported is kind else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _bound(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:
-    """The constructor's arguments by name as plain values, or why they cannot be had."""
+    """Return the constructor's arguments by name as plain values, or the reason why that is impossible."""
     signature = inspect.signature(kind.__init__)  # type: ignore[misc]
     try:
         bound = signature.bind(None, *args, **kwargs)
@@ -138,7 +138,7 @@ def _bound(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 
 def _plain(value: Any) -> Any:
-    """A copy of ``value`` made of None, bool, int, float, str, list and dict only."""
+    """Convert a value to None, bool, int, float, str, list and dict only."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):

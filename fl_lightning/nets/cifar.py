@@ -1,7 +1,7 @@
 """Deep networks for 32x32 images: ResNet-18, DenseNet-121 and MobileNetV2 in their CIFAR forms.
 
-They are built of torchvision's own blocks and differ from its networks, which are made for 224x224 images, in stem and
-strides. Weights are drawn as PyTorch draws those of its layers, without torchvision's own initialisation.
+They use torchvision's blocks but other stems and strides than its networks, which are made for 224x224 images. Weights
+have PyTorch's default initialisation, not torchvision's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fl_lightning.nets.base import FedNet
 
 
 class _Pooled(FedNet):
-    """A body of feature maps, their mean over the image, and a fully connected layer."""
+    """A convolutional body, global average pooling, and a linear layer."""
 
     def __init__(self, body: nn.Module, width: int, num_classes: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Pooled(FedNet):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for images of shape (B, in_channels, 32, 32)."""
+        """Compute logits of shape (B, num_classes) for images of shape (B, in_channels, 32, 32)."""
         logits: Tensor = self.head(F.adaptive_avg_pool2d(self.body(x), 1).flatten(1))
         return logits
 
@@ -97,7 +97,7 @@ class MobileNetV2(_Pooled):
         torch.Size([2, 10])
     """
 
-    #: Expansion, channels, blocks and the stride of the first block, of every group.
+    #: Expansion, channels, blocks, and stride of the first block of every group.
     groups = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
@@ -115,7 +115,7 @@ class MobileNetV2(_Pooled):
 
 
 class _Inverted(InvertedResidual):  # type: ignore[misc]
-    """torchvision's block; its shortcut is a projection where only the width changes, and it expands at ratio 1 too."""
+    """torchvision's block with a projection shortcut if only the width changes, and expansion at ratio 1 too."""
 
     def __init__(self, width: int, out: int, stride: int, expand: int) -> None:
         super().__init__(width, out, stride, expand)
@@ -129,5 +129,5 @@ class _Inverted(InvertedResidual):  # type: ignore[misc]
 
 
 def _projection(width: int, out: int, stride: int = 1) -> nn.Sequential:
-    """A 1x1 convolution with BatchNorm for the shortcut of a block."""
+    """Return a 1x1 convolution with BatchNorm for the shortcut of a block."""
     return nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))

@@ -1,6 +1,6 @@
 """The small convolutional networks of the weight-factorisation papers; they have no biases.
 
-Maps are pooled before they are rectified: the same function, to the bit, on a quarter of the values.
+Pooling comes before ReLU: the same function, bit for bit, on a quarter of the values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CNNFashion(FedNet):
         self.head = nn.Linear(32 * 7 * 7, num_classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for images of shape (B, 1, 28, 28)."""
+        """Compute logits of shape (B, num_classes) for images of shape (B, 1, 28, 28)."""
         x = F.relu(F.max_pool2d(self.conv1(x), 2))
         x = F.relu(F.max_pool2d(self.conv2(x), 2))
         logits: Tensor = self.head(x.flatten(1))
@@ -58,7 +58,7 @@ class CNNCifar(FedNet):
         self.head = nn.Linear(60, num_classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for images of shape (B, 3, 32, 32)."""
+        """Compute logits of shape (B, num_classes) for images of shape (B, 3, 32, 32)."""
         x = F.relu(F.max_pool2d(self.conv1(x), 2))
         x = F.relu(F.max_pool2d(self.conv2(x), 2))
         x = F.relu(self.fc1(x.flatten(1)))

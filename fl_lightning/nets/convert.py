@@ -1,4 +1,4 @@
-"""Layers of a network replaced by others: the mechanism, and BatchNorm turned into GroupNorm with it."""
+"""Replacement of a network's layers, and conversion of BatchNorm to GroupNorm."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Net = TypeVar("Net", bound=nn.Module)
 
 
 def replace_modules(net: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Replace modules within ``net``, in place; a module under two names stays one.
+    """Replace modules within ``net`` in place; a module under several names is replaced once.
 
     Args:
-        net: the network, a copy that may be changed.
-        make: the replacement of a module; None leaves it.
+        net: the network to change.
+        make: returns the replacement of a module, or None to keep it.
 
     Returns:
         The same network, or a new module if ``net`` itself is replaced.
@@ -38,7 +38,7 @@ def replace_modules(net: nn.Module, make: Callable[[nn.Module], nn.Module | None
 
 
 def group_count(channels: int, groups: int = 32) -> int:
-    """The largest divisor of ``channels`` that is at most ``groups`` and leaves two channels or more in a group.
+    """Return the largest divisor of ``channels`` up to ``groups`` that leaves at least two channels per group.
 
     Example:
         >>> [group_count(channels) for channels in (64, 24, 16, 6, 1)]
@@ -48,13 +48,13 @@ def group_count(channels: int, groups: int = 32) -> int:
 
 
 def group_norm(net: Net, groups: int = 32) -> Net:
-    """A copy of ``net`` with GroupNorm instead of every BatchNorm; scale, shift and eps are taken over.
+    """Return a copy of ``net`` with GroupNorm instead of BatchNorm, with the same scale, shift and eps.
 
-    A sample's output then does not depend on the rest of its batch, and the net has no running statistics.
+    A sample's output is then independent of the rest of its batch, and the net has no running statistics.
 
     Args:
         net: any network.
-        groups: a layer has at most so many groups; see :func:`group_count`.
+        groups: maximum number of groups of a layer; see :func:`group_count`.
 
     Example:
         >>> from fl_lightning.nets import LeNetBN

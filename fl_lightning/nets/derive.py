@@ -1,4 +1,4 @@
-"""Units of nets that do not declare them: chains of layers, and nets of torchvision's blocks."""
+"""Derivation of hidden units for nets that do not declare them: chains of layers, and torchvision's blocks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fl_lightning.nets.units import Units, units_between
 
 
 def derived_units(net: nn.Module, x: Tensor) -> list[Units]:
-    """The units of a net that does not declare them: those inside its blocks if it has any, else those of a chain."""
+    """Return the units of a net that does not declare them: those inside its blocks if it has any, else of a chain."""
     return block_units(net) or chain_units(net, x)
 
 
 def block_units(net: nn.Module) -> list[Units]:
-    """Channels inside torchvision's basic, inverted residual and dense blocks; what lies between blocks stays.
+    """Return the channels inside torchvision's basic, inverted residual and dense blocks; others are fixed.
 
     Example:
         >>> from torchvision.models.resnet import BasicBlock
@@ -32,24 +32,24 @@ def block_units(net: nn.Module) -> list[Units]:
 
     found: list[Units] = []
     for name, block in net.named_modules():
-        prefix, makers = f"{name}." if name else "", ["conv1", "bn1"]
+        prefix, producers = f"{name}." if name else "", ["conv1", "bn1"]
         if isinstance(block, BasicBlock):
-            reader = "conv2"
+            consumer = "conv2"
         elif isinstance(block, _DenseLayer):
-            makers, reader = ["conv1", "norm2"], "conv2"
+            producers, consumer = ["conv1", "norm2"], "conv2"
         elif isinstance(block, InvertedResidual) and len(block.conv) == 4:  # expansion, depthwise, projection, norm
-            makers, reader = ["conv.0.0", "conv.0.1", "conv.1.0", "conv.1.1"], "conv.2"
+            producers, consumer = ["conv.0.0", "conv.0.1", "conv.1.0", "conv.1.1"], "conv.2"
         else:
             continue
-        found.append(units_between(net, [prefix + maker for maker in makers], [prefix + reader]))
+        found.append(units_between(net, [prefix + producer for producer in producers], [prefix + consumer]))
     return found
 
 
 def chain_units(net: nn.Module, x: Tensor) -> list[Units]:
-    """The units of a net whose layers form a chain, in the order in which they are run on inputs ``x``.
+    """Return the units of a net whose layers form a chain, in the order in which they run on inputs ``x``.
 
     Raises:
-        FederationError: if they do not look like a chain; whether they are one shows when units are moved.
+        FederationError: if the layers cannot form a chain; :func:`check_units` tests whether they do.
     """
     called: list[str] = []
     hooks = [
@@ -67,29 +67,29 @@ def chain_units(net: nn.Module, x: Tensor) -> list[Units]:
         for hook in hooks:
             hook.remove()
     found: list[Units] = []
-    makers: list[str] = []
+    producers: list[str] = []
     for name in called:
         layer: Any = net.get_submodule(name)
         if not isinstance(layer, (nn.Linear, *CONVOLUTIONS, *NORMS)):
             raise FederationError(_cannot(net))
         if isinstance(layer, NORMS) or getattr(layer, "groups", 1) > 1:
-            makers += [name] if makers else []
+            producers += [name] if producers else []
             continue
-        if makers:
+        if producers:
             try:
-                found.append(units_between(net, makers, [name]))
-            except FederationError as error:  # it reads something else than the layer before it makes
+                found.append(units_between(net, producers, [name]))
+            except FederationError as error:  # its inputs are not the outputs of the layer before it
                 raise FederationError(_cannot(net)) from error
-        makers = [name]
+        producers = [name]
     return found
 
 
 def check_units(net: nn.Module, call: Any, state: Mapping[str, Tensor], x: Tensor, units: Sequence[Units]) -> None:
-    """Refuse units that are not: move all of them about and see whether the net still computes the same.
+    """Reject wrong units: permute all of them and check that the net still computes the same.
 
     Args:
         net: the network, for its name.
-        call: ``call(state, x)`` gives the net's outputs in eval mode.
+        call: ``call(state, x)`` computes the net's outputs in eval mode.
         state: the net's entries.
         x: some inputs.
         units: the units.
@@ -97,9 +97,9 @@ def check_units(net: nn.Module, call: Any, state: Mapping[str, Tensor], x: Tenso
     generator = torch.Generator().manual_seed(0)
 
     def varied(value: Tensor) -> Tensor:
-        """With noise, as at first many entries are equal, such as those of normalisation layers.
+        """Add noise, since many entries are initially equal, such as those of normalisation layers.
 
-        Around 0 in matrices, whose features would else grow from layer to layer until biases are lost in rounding.
+        The noise of matrices is centred at 0; otherwise features grow from layer to layer until biases are lost.
         """
         noise = torch.rand(value.shape, generator=generator, dtype=torch.float64) - 0.5 * (value.dim() > 1)
         return value.double() + 0.1 * noise.to(value.device)
@@ -116,6 +116,6 @@ def check_units(net: nn.Module, call: Any, state: Mapping[str, Tensor], x: Tenso
 
 def _cannot(net: nn.Module) -> str:
     return (
-        f"It cannot be told which hidden units of {type(net).__name__} may change places: declare them in its method "
+        f"The hidden units of {type(net).__name__} that may be permuted cannot be derived: declare them in its method "
         "units(), as fl_lightning.nets.FedNet says."
     )

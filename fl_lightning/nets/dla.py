@@ -11,13 +11,13 @@ from fl_lightning.nets.units import Units, units_between
 
 
 def _conv(in_channels: int, out_channels: int, stride: int = 1, size: int = 3) -> nn.Sequential:
-    """A convolution that keeps the picture's size, or divides it by the stride, and BatchNorm."""
+    """Return a convolution that keeps the image size, or divides it by the stride, and BatchNorm."""
     conv = nn.Conv2d(in_channels, out_channels, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(out_channels))
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions with a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class _Block(nn.Module):
 
 
 class _Tree(nn.Module):
-    """Blocks whose outputs all meet in a root, a 1x1 convolution.
+    """Blocks whose outputs are all concatenated in a root, a 1x1 convolution.
 
-    A tree of level 1 is two blocks and their root. The root of a higher one also sees the outputs of a block beside the
-    tree and of a subtree of every lower level.
+    A tree of level 1 is two blocks and their root. The root of a higher one also takes the outputs of a block parallel
+    to the tree and of a subtree of every lower level.
     """
 
     def __init__(self, in_channels: int, out_channels: int, level: int, stride: int) -> None:
@@ -58,7 +58,7 @@ class _Tree(nn.Module):
 
 
 class _BinaryTree(nn.Module):
-    """Two halves, blocks or trees of the level below, that meet in a root."""
+    """Two halves, blocks or trees of the level below, that are concatenated in a root."""
 
     def __init__(self, in_channels: int, out_channels: int, level: int, stride: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _BinaryTree(nn.Module):
 
 
 class _DLA(FedNet):
-    """Three convolutions, four trees, the mean over the picture, and one fully connected layer."""
+    """Three convolutions, four trees, global average pooling, and a linear layer."""
 
     def __init__(self, tree: type[_Tree | _BinaryTree], in_channels: int, num_classes: int, base: int) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ class _DLA(FedNet):
         self.head = nn.Linear(32 * base, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for images of shape (B, in_channels, 32, 32)."""
+        """Compute logits of shape (B, num_classes) for images of shape (B, in_channels, 32, 32)."""
         x = self.tree4(self.tree3(self.tree2(self.tree1(self.stem(x)))))
         logits: Tensor = self.head(F.avg_pool2d(x, 4).flatten(1))
         return logits
 
     def units(self) -> list[Units]:
-        """Channels inside blocks; what shortcuts and roots see stays."""
+        """Return the channels inside blocks; inputs of shortcuts and roots are fixed."""
         blocks = [name for name, module in self.named_modules() if isinstance(module, _Block)]
         return [units_between(self, [f"{name}.first.0", f"{name}.first.1"], [f"{name}.second.0"]) for name in blocks]
 
@@ -123,7 +123,7 @@ class DLASimple(_DLA):
     Args:
         in_channels: channels of the images, which are 32x32.
         num_classes: outputs of the last layer, ``head``.
-        base: as of :class:`DLA`.
+        base: channels of the first layers, as in :class:`DLA`.
     """
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10, base: int = 16) -> None:

@@ -1,7 +1,7 @@
-"""Dropout whose noise comes in from outside.
+"""Dropout with noise as an input.
 
 ``nn.Dropout`` draws from torch's global generator, so its mask depends on how many clients were trained before and on
-whether they were stacked. Here the noise is an input, drawn from the client's own stream: every engine sees the same.
+whether they were stacked. Here the noise is an input drawn from the client's own RNG stream, the same in every engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fl_lightning.nets.convert import replace_modules
 class StreamDropout(nn.Module):
     """Dropout that reads its uniform noise from the buffer ``noise``.
 
-    In training an entry is kept where ``noise >= p`` and scaled by 1 / (1 - p); in evaluation the input passes. The
+    In training an entry is kept if ``noise >= p`` and scaled by 1 / (1 - p); in eval mode the input is unchanged. The
     buffer is not part of the ``state_dict``: pass it with ``torch.func.functional_call``, also under ``vmap``.
 
     Args:
@@ -41,7 +41,7 @@ class StreamDropout(nn.Module):
         self.register_buffer("noise", torch.empty(0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input with dropped entries, same shape."""
+        """Return the input with dropped entries set to 0."""
         if not self.training or self.p == 0.0:
             return x
         if self.noise.shape != x.shape:
@@ -53,18 +53,18 @@ class StreamDropout(nn.Module):
         return x * (self.noise >= self.p) / (1.0 - self.p)
 
     def extra_repr(self) -> str:
-        """The probability, for ``print(net)``."""
+        """Return the probability, for ``print(net)``."""
         return f"p={self.p}"
 
 
 def stream_dropout(net: nn.Module) -> nn.Module:
     """Replace every active ``nn.Dropout`` within ``net`` by a :class:`StreamDropout`, in place.
 
-    Layers that draw otherwise (``nn.Dropout2d``, the dropout of ``nn.LSTM``) stay as they are: they cannot be stacked
-    and are trained one client at a time, from a generator seeded for the client.
+    Layers with other random draws (``nn.Dropout2d``, the dropout of ``nn.LSTM``) are kept: they cannot be stacked and
+    are trained one client at a time, with a generator seeded for the client.
 
     Args:
-        net: the network, a copy that may be changed.
+        net: the network to change.
 
     Returns:
         The same network, or a new module if ``net`` is itself a dropout.
@@ -77,10 +77,10 @@ def stream_dropout(net: nn.Module) -> nn.Module:
 
 
 def noise_shapes(net: nn.Module, sample_batch: Tensor) -> dict[str, tuple[int, ...]]:
-    """The noise that one training forward needs: buffer name (``"drop.noise"``) to shape, batch dimension included.
+    """Return the noise of one training forward: buffer name (``"drop.noise"``) to shape, with the batch dimension.
 
     Args:
-        net: a network after :func:`stream_dropout`; it is not changed.
+        net: a network after :func:`stream_dropout`; it is unchanged.
         sample_batch: one batch of inputs, shape (B, ...).
 
     Raises:
@@ -93,7 +93,7 @@ def noise_shapes(net: nn.Module, sample_batch: Tensor) -> dict[str, tuple[int, .
         if name in shapes:
             raise FederationError(
                 f"The dropout layer {name.removesuffix('.noise')} is applied several times in one forward: "
-                "give each place its own layer."
+                "use a separate layer each time."
             )
         shapes[name] = tuple(x.shape)
         layer.noise = torch.ones_like(x)

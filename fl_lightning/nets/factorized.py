@@ -1,8 +1,8 @@
-"""Factorised layers: weights that are sums of rank-one factors, of which a mask selects some.
+"""Factorised layers: weights that are masked sums of rank-one factors.
 
 W = wa diag(r * mask) wb, Eq. (2)-(4) of WAFFLe (Hao et al.): the columns of ``wa`` and the rows of ``wb`` are a
-dictionary of F factors, ``r`` is their strength and ``mask`` says which of them are used, and how much. The layers know
-nothing of federations: outside of one, all factors are used unless somebody writes to ``mask``.
+dictionary of F factors, ``r`` contains their strengths and ``mask`` selects them, possibly in part. The layers are
+independent of federated methods: all factors are used unless ``mask`` is written to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fl_lightning.errors import FederationError
 
-#: Number of factors of a layer as a share of its weight matrix' smaller side, where nobody says.
+#: Default number of factors of a layer, as a share of the smaller side of its weight matrix.
 SHARE = 0.6
 
 
@@ -30,7 +30,7 @@ class FactorizedLayer(nn.Module):
         wa: left factors, shape (out, F).
         wb: right factors, shape (F, in) or (F, in / groups, height, width).
         r: strengths, shape (F,).
-        mask: the share in which each factor is used, a buffer of ones, shape (F,).
+        mask: share of each factor that is used, a buffer of ones, shape (F,).
         bias: shape (out,), or None.
 
     Args:
@@ -38,7 +38,7 @@ class FactorizedLayer(nn.Module):
         right: shape of a right factor.
         factors: number of factors F.
         bias: whether outputs have a bias.
-        effective: how many factors are active on average; it sets the initial scale. None: all of them.
+        effective: average number of active factors, for the initial scale; None means all.
     """
 
     mask: Tensor
@@ -74,7 +74,7 @@ class FactorizedLayer(nn.Module):
     @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """The dense weight that the layer stands for."""
+        """The equivalent dense weight."""
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -91,7 +91,7 @@ class FactorizedLayer(nn.Module):
 
     @torch.no_grad()
     def grow(self, extra: int, generator: torch.Generator | None = None) -> None:
-        """Append factors, drawn as the first ones were; where their mask is 0 the layer stays what it was."""
+        """Append factors with the initial distribution; masked by 0 they do not change the layer's output."""
         if extra < 0:
             raise FederationError(f"A layer grows by 0 or more factors, not by {extra}.")
         wb = self.wb.new_empty(extra, *self.wb.shape[1:]).normal_(0.0, math.sqrt(2 / self.fan_in), generator=generator)
@@ -111,7 +111,7 @@ class FactorizedLinear(FactorizedLayer):
         out_features: size of an output.
         factors: number of factors F.
         bias: whether outputs have a bias.
-        effective: how many factors are active on average; it sets the initial scale. None: all of them.
+        effective: average number of active factors, for the initial scale; None means all.
 
     Example:
         >>> layer = FactorizedLinear(784, 200, factors=120)
@@ -130,11 +130,11 @@ class FactorizedLinear(FactorizedLayer):
         return (self.wa * self.scores) @ self.wb
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of shape (..., out) for inputs of shape (..., in)."""
+        """Compute outputs of shape (..., out) for inputs of shape (..., in)."""
         return F.linear(F.linear(x, self.wb) * self.scores, self.wa, self.bias)
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print(net)``."""
+        """Return the sizes, for ``print(net)``."""
         return f"{self.fan_in}, {len(self.wa)}, factors={self.factors}, bias={self.bias is not None}"
 
 
@@ -144,8 +144,8 @@ Pair = tuple[int, int]
 class FactorizedConv2d(FactorizedLayer):
     """``nn.Conv2d`` whose kernel, as a matrix of shape (out, in * height * width), is wa diag(r * mask) wb.
 
-    The kernel is built in the forward pass: images have so many pixels that it costs little, and two convolutions in
-    its place take up to twice as long.
+    The kernel is built in the forward pass: its cost is small compared to an image's pixels, and two convolutions
+    instead take up to twice as long.
 
     Args:
         in_channels: channels of an input.
@@ -157,7 +157,7 @@ class FactorizedConv2d(FactorizedLayer):
         dilation: as in ``nn.Conv2d``.
         groups: as in ``nn.Conv2d``.
         bias: whether outputs have a bias.
-        effective: how many factors are active on average; it sets the initial scale. None: all of them.
+        effective: average number of active factors, for the initial scale; None means all.
 
     Example:
         >>> layer = FactorizedConv2d(16, 32, kernel_size=5, factors=25, padding=2)
@@ -184,31 +184,31 @@ class FactorizedConv2d(FactorizedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The kernel, shape (out, in / groups, height, width), channels last in memory."""
+        """The kernel, shape (out, in / groups, height, width), channels-last in memory."""
         _, channels, height, width = self.wb.shape
         flat = (self.wa * self.scores) @ self.wb.permute(0, 2, 3, 1).flatten(1)
         return flat.view(-1, height, width, channels).permute(0, 3, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of shape (B, out, ...) for inputs of shape (B, in, height, width)."""
+        """Compute outputs of shape (B, out, ...) for inputs of shape (B, in, height, width)."""
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print(net)``."""
+        """Return the sizes, for ``print(net)``."""
         kernel = tuple(self.wb.shape[1:])
         sizes = f"{kernel}, {len(self.wa)}, factors={self.factors}, stride={self.stride}, padding={self.padding}"
         return f"{sizes}, bias={self.bias is not None}"
 
 
 def factorized_layers(net: nn.Module) -> dict[str, FactorizedLayer]:
-    """The factorised layers within a net by name."""
+    """Return the factorised layers within a net by name."""
     return {name: layer for name, layer in net.named_modules() if isinstance(layer, FactorizedLayer)}
 
 
 def default_factors(net: nn.Module) -> dict[str, int]:
-    """Numbers of factors for all dense and convolution layers but the last dense one, which gives the scores.
+    """Return numbers of factors for all linear and convolutional layers except the last linear one.
 
-    Three fifths of the smaller side of a layer's weight matrix, the share that the papers take for MNIST's hidden layer
+    The number is three fifths of the smaller side of a layer's weight matrix, as in the papers for MNIST's hidden layer
     (120 of 200) and for CIFAR-10's convolutions (10 of 16).
 
     Example:
@@ -231,18 +231,18 @@ def factorize(
     effective: Mapping[str, float] | None = None,
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """A copy of a net in which the named layers are factorised, with freshly drawn factors.
+    """Return a copy of a net with the named layers factorised and freshly drawn factors.
 
     Args:
-        net: any network; it is not changed. A named layer that is factorised already is kept, and grown if it has fewer
-            factors: so a dictionary that has grown is made again for its checkpoint.
+        net: any network; it is unchanged. A named layer that is factorised already is kept, and grown if it has fewer
+            factors, so that a grown dictionary can be rebuilt from its checkpoint.
         factors: number of factors of each layer, by the layer's name.
-        effective: how many factors of a layer are active on average, by its name; where it says nothing, all of them.
-        generator: draws the factors; None: torch's global generator.
+        effective: average number of active factors of a layer, by its name; by default all.
+        generator: generator of the factors; None means torch's global generator.
 
     Raises:
-        FederationError: if a name is not one of a ``Linear`` or ``Conv2d`` layer of the net, or the layer has more
-            factors already.
+        FederationError: if a name is not a ``Linear`` or ``Conv2d`` layer of the net, or the layer already has more
+            factors.
 
     Example:
         >>> net = factorize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"0": 3})
@@ -258,7 +258,7 @@ def factorize(
             if layer.factors < number:
                 layer.grow(number - layer.factors, generator)
             continue
-        with torch.device("cpu"):  # drawn there, whatever the device
+        with torch.device("cpu"):  # so that draws do not depend on the device
             made = _convert(name, layer, number, (effective or {}).get(name))
         made.reset_parameters(generator)
         if made.bias is not None:
@@ -304,5 +304,5 @@ def _convert(name: str, layer: nn.Module, factors: int, effective: float | None)
 
 
 def _of(layer: nn.Module) -> Tensor:
-    """A tensor with the layer's device and precision."""
+    """Return a tensor with the layer's device and precision."""
     return next(layer.parameters()).detach()

@@ -1,4 +1,4 @@
-"""LeNet-5 in its modern form (ReLU, max pooling), with and without BatchNorm, as it was at first, and a wide one."""
+"""LeNet-5 in its modern form (ReLU, max pooling), with and without BatchNorm, in its original form, and a wide one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_lightning.nets.base import FedNet
 
 
 class _LeNet(FedNet):
-    """Base of the family; 28x28 images need a padding of 2 to give what 32x32 ones give without."""
+    """Base class of the family; a padding of 2 gives 28x28 images the same feature sizes as 32x32 ones."""
 
     #: Channels of the two convolutions and widths of the two hidden fully connected layers.
     widths = (6, 16, 120, 84)
@@ -25,12 +25,12 @@ class _LeNet(FedNet):
         self.head = nn.Linear(fourth, num_classes, bias=bias)
 
     def features(self, x: Tensor) -> Tensor:
-        """Feature maps of shape (B, channels, 5, 5)."""
+        """Compute feature maps of shape (B, channels, 5, 5)."""
         x = F.relu(F.max_pool2d(self.conv1(x), 2))
         return F.relu(F.max_pool2d(self.conv2(x), 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for images of shape (B, in_channels, height, width)."""
+        """Compute logits of shape (B, num_classes) for images of shape (B, in_channels, height, width)."""
         x = F.relu(self.fc1(self.features(x).flatten(1)))
         logits: Tensor = self.head(F.relu(self.fc2(x)))
         return logits
@@ -54,10 +54,10 @@ class LeNet5(_LeNet):
 
 
 class LeNet5Classic(LeNet5):
-    """``lenet5_classic``: LeNet-5 with hyperbolic tangents and mean pooling, as LeCun et al. had it; 61,706 parameters.
+    """``lenet5_classic``: LeNet-5 with hyperbolic tangents and mean pooling, as by LeCun et al.; 61,706 parameters.
 
-    What its units say is bounded. SCAFFOLD and its like can be stable with it at learning rates at which they diverge
-    with :class:`LeNet5`.
+    Activations are bounded, so SCAFFOLD and similar methods tolerate higher learning rates than with
+    :class:`LeNet5`.
 
     Args:
         in_channels: channels of the images, which are 28x28.
@@ -70,12 +70,12 @@ class LeNet5Classic(LeNet5):
     """
 
     def features(self, x: Tensor) -> Tensor:
-        """Feature maps of shape (B, 16, 5, 5)."""
+        """Compute feature maps of shape (B, 16, 5, 5)."""
         x = F.avg_pool2d(torch.tanh(self.conv1(x)), 2)
         return F.avg_pool2d(torch.tanh(self.conv2(x)), 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for images of shape (B, in_channels, 28, 28)."""
+        """Compute logits of shape (B, num_classes) for images of shape (B, in_channels, 28, 28)."""
         x = torch.tanh(self.fc1(self.features(x).flatten(1)))
         logits: Tensor = self.head(torch.tanh(self.fc2(x)))
         return logits
@@ -100,7 +100,7 @@ class LeNetBN(LeNet5):
         self.bn2 = nn.BatchNorm2d(16)
 
     def features(self, x: Tensor) -> Tensor:
-        """Feature maps of shape (B, 16, 5, 5)."""
+        """Compute feature maps of shape (B, 16, 5, 5)."""
         x = F.relu(F.max_pool2d(self.bn1(self.conv1(x)), 2))
         return F.relu(F.max_pool2d(self.bn2(self.conv2(x)), 2))
 
@@ -123,7 +123,7 @@ class LeNet5Cifar(_LeNet):
 
 
 class WideLeNet(_LeNet):
-    """``wide_lenet`` for 32x32 images: LeNet-5 with 64, 64, 384 and 192 in place of 6, 16, 120 and 84.
+    """``wide_lenet`` for 32x32 images: LeNet-5 with 64, 64, 384 and 192 instead of 6, 16, 120 and 84.
 
     797,962 parameters for three channels and ten classes.
 

@@ -1,4 +1,4 @@
-"""A bidirectional LSTM over token numbers."""
+"""A bidirectional LSTM over tokens."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from fl_lightning.nets.units import Units, recurrent_units
 
 
 class BothWays(nn.LSTM):
-    """A bidirectional LSTM layer that takes its sequences in both orders, the second with padding still last."""
+    """A bidirectional LSTM layer whose sequences are given in both orders, each with padding last."""
 
     def forward(self, x: Tensor, turned: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Outputs of both directions, each in its own order and 0 for padding, and which of them are no padding.
+        """Compute the outputs of both directions, each in its own order and 0 for padding, with ``present``.
 
         Args:
             x: the sequences, shape (B, length, features).
-            turned: their tokens from last to first.
-            present: which are tokens, shape (B, length).
+            turned: the sequences with their tokens reversed.
+            present: mask of tokens, false for padding, shape (B, length).
         """
         outputs = torch.cat((self._direction(x, ""), self._direction(turned, "_reverse")), 2)
         return outputs * present[..., None], present
 
     def _direction(self, x: Tensor, suffix: str) -> Tensor:
-        """Outputs of one direction, shape (B, length, units)."""
+        """Compute the outputs of one direction, shape (B, length, units)."""
         kinds = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
         weights = [getattr(self, kind + suffix) for kind in kinds]
         start = x.new_zeros(1, len(x), self.hidden_size)
@@ -33,16 +33,16 @@ class BothWays(nn.LSTM):
 
 
 class BiLSTM(FedNet):
-    """``bilstm``: embedding, one bidirectional LSTM, the mean of its outputs over tokens, LayerNorm, dropout, ``head``.
+    """``bilstm``: embedding, one bidirectional LSTM, mean of its outputs over tokens, LayerNorm, dropout, ``head``.
 
-    Token 0 is padding and comes last. It is as if it were not there: the backward direction begins at the last token,
-    as it does with packed sequences, which cannot be stacked over clients. With the sizes of Sent140 that is
-    2,000,200 parameters of the embedding, 84,992 of the LSTM, 256 of the LayerNorm and 258 of the head.
+    Token 0 is padding, comes last and has no effect: the backward direction starts at the last token, as with packed
+    sequences, which cannot be stacked over clients. With the sizes of Sent140 there are 2,000,200 parameters in the
+    embedding, 84,992 in the LSTM, 256 in the LayerNorm and 258 in the head.
 
     Args:
         num_embeddings: rows of the embedding: tokens, padding and unknown (``Sent140.num_embeddings``).
         embedding: size of an embedding.
-        units: units of each direction.
+        units: units per direction.
         dropout: probability that a feature is dropped in training.
         num_classes: outputs of the last layer, ``head``.
 
@@ -67,20 +67,20 @@ class BiLSTM(FedNet):
         self.head = nn.Linear(2 * units, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for token numbers of shape (B, length)."""
+        """Compute logits of shape (B, num_classes) for tokens of shape (B, length)."""
         logits: Tensor = self.head(self.dropout(self.norm(self.features(x))))
         return logits
 
     def units(self) -> list[Units]:
-        """The units of each direction."""
+        """Return the units of each direction."""
         return recurrent_units(self, "lstm", readers=["head"], norms=["norm"])
 
     def features(self, x: Tensor) -> Tensor:
-        """Mean output of the LSTM over a sequence's tokens, shape (B, 2 units); 0 for a sequence without any."""
+        """Compute the mean output of the LSTM over a sequence's tokens, shape (B, 2 units); 0 without any tokens."""
         present = x != 0
         lengths = present.sum(1, keepdim=True)
         place = torch.arange(x.shape[1], device=x.device).expand_as(x)
-        # The tokens from last to first, padding still last. Outputs need not be turned back: their mean is the same.
+        # Reverse the tokens but keep padding last. The outputs stay reversed, which does not change their mean.
         turned = torch.where(place < lengths, lengths - 1 - place, place)
         outputs, _ = self.lstm(self.embedding(x), self.embedding(x.gather(1, turned)), present)
         total: Tensor = outputs.sum(1)

@@ -14,8 +14,8 @@ from fl_lightning.nets.base import FedNet
 class MLP(FedNet):
     """Fully connected layers with ReLU between them.
 
-    As made by default it is the papers' ``mlp_mnist``: 784-200-10 without biases, 158,800 parameters. With
-    ``hidden=()`` it is softmax regression.
+    The default is the papers' ``mlp_mnist``: 784-200-10 without biases, 158,800 parameters. With ``hidden=()`` it is
+    softmax regression.
 
     Args:
         in_features: numbers per sample; inputs of shape (B, ...) are flattened to (B, in_features).
@@ -42,7 +42,7 @@ class MLP(FedNet):
         self.head = nn.Linear(widths[-1], num_classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for inputs of shape (B, ...)."""
+        """Compute logits of shape (B, num_classes) for inputs of shape (B, ...)."""
         x = x.flatten(1)
         for i in range(self.depth):
             x = F.relu(self.get_submodule(f"fc{i + 1}")(x))

@@ -1,4 +1,4 @@
-"""Normalisation layers: where a net has them, and how a net without any gets some."""
+"""Normalisation layers of a net, and their insertion into nets without any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECURRENT: tuple[type[nn.Module], ...] = (nn.LSTM, nn.GRU, nn.RNN)
 
 
 def norm_layers(net: nn.Module) -> dict[str, nn.Module]:
-    """The net's normalisation layers by name.
+    """Return the net's normalisation layers by name.
 
     Example:
         >>> from fl_lightning.nets import LeNetBN
@@ -29,7 +29,7 @@ def norm_layers(net: nn.Module) -> dict[str, nn.Module]:
 
 
 def feature_layers(net: nn.Module) -> dict[str, nn.Module]:
-    """Layers whose outputs are features: convolutions and recurrent layers, else fully connected ones but the last.
+    """Return layers that compute features: convolutions and recurrent layers, else all linear layers but the last.
 
     Example:
         >>> from fl_lightning.nets import MLP, LeNet5
@@ -43,10 +43,10 @@ def feature_layers(net: nn.Module) -> dict[str, nn.Module]:
 
 
 def add_norms(net: nn.Module) -> nn.Module:
-    """A copy of the net with normalisation after each of its feature layers, before what follows them.
+    """Return a copy of the net with normalisation directly after each of its feature layers.
 
-    BatchNorm after convolutions and fully connected layers, LayerNorm on the outputs of recurrent ones. The new layer
-    is called ``norm`` and lies in the layer that it follows, so all entries keep their names.
+    BatchNorm follows convolutions and linear layers, LayerNorm recurrent ones. The new layer is a submodule ``norm`` of
+    the layer that it follows, so all entries keep their names.
 
     Example:
         >>> from fl_lightning.nets import MLP
@@ -57,7 +57,7 @@ def add_norms(net: nn.Module) -> nn.Module:
     layers = feature_layers(net)
     if not layers:
         raise FederationError(
-            f"{type(net).__name__} has no layer to put normalisation after: add_norm needs a convolution, a recurrent "
+            f"{type(net).__name__} has no layer to normalise: add_norm needs a convolution, a recurrent "
             "or a hidden fully connected layer."
         )
     for layer in layers.values():
@@ -77,7 +77,7 @@ def _norm_for(layer: Any) -> nn.Module:
 
 
 def _normalise(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    """A layer's output, normalised; recurrent layers return their last state beside it."""
+    """Normalise a layer's output; recurrent layers also return their last state."""
     norm: Any = layer.norm
     if isinstance(output, PackedSequence):
         return output._replace(data=norm(output.data))

@@ -1,4 +1,4 @@
-"""A net for tables of codes."""
+"""A net for tables of categorical codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_lightning.nets.base import FedNet
 
 
 class EmbeddingBagNet(FedNet):
-    """The mean of the embeddings of a row's codes, a perceptron, ``head``. Code 0 stands for nothing.
+    """Mean embedding of a row's codes, a perceptron, ``head``. Code 0 means no value.
 
     Args:
         num_embeddings: rows of the embedding: codes of all columns, and 0.
@@ -36,7 +36,7 @@ class EmbeddingBagNet(FedNet):
         self.head = nn.Linear(widths[-1], num_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of shape (B, num_outputs) for codes of shape (B, columns)."""
+        """Compute outputs of shape (B, num_outputs) for codes of shape (B, columns)."""
         present = (x != 0).sum(1, keepdim=True).clamp(min=1)
         found = self.embedding(x).sum(1) / present  # not nn.EmbeddingBag, which cannot be stacked over clients
         for layer in self.layers:
@@ -46,13 +46,13 @@ class EmbeddingBagNet(FedNet):
 
 
 def as_codes(columns: Sequence[Sequence[object]]) -> tuple[Tensor, list[dict[object, int]]]:
-    """Codes of columns of words, different in every column and from 1.
+    """Encode columns of words with codes from 1 that differ between columns.
 
     Args:
         columns: the columns.
 
     Returns:
-        The codes, shape (rows, columns), and what they stand for, by column.
+        The codes, shape (rows, columns), and for every column the codes by word.
 
     Example:
         >>> as_codes([["a", "b", "a"], ["x", "x", "y"]])[0].tolist()

@@ -14,12 +14,12 @@ from fl_lightning.nets.units import Units, units_between
 class ThinBlock(nn.Module):
     """Two 3x3 convolutions with BatchNorm around a shortcut without parameters (the paper's option A).
 
-    Where the block halves the picture the shortcut takes every second pixel, and new channels are zeros, half of them
-    before and half of them after the old ones.
+    If the block halves the image, the shortcut takes every second pixel; new channels are zeros, half of them before
+    and half of them after the old ones.
 
     Args:
-        inputs: channels that come in.
-        outputs: channels that go out.
+        inputs: input channels.
+        outputs: output channels.
         stride: stride of the first convolution.
     """
 
@@ -32,12 +32,12 @@ class ThinBlock(nn.Module):
         self.stride, self.new = stride, outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps of shape (B, outputs, H / stride, W / stride)."""
+        """Compute maps of shape (B, outputs, H / stride, W / stride)."""
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return F.relu(y + self.shortcut(x))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """The input, subsampled and widened."""
+        """Return the input, subsampled and zero-padded."""
         if self.stride > 1:
             x = x[:, :, :: self.stride, :: self.stride]
         before = self.new // 2
@@ -74,14 +74,14 @@ class ResNet20(FedNet):
         return nn.Sequential(ThinBlock(inputs, outputs, stride), *rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes) for images of shape (B, in_channels, 32, 32)."""
+        """Compute logits of shape (B, num_classes) for images of shape (B, in_channels, 32, 32)."""
         x = F.relu(self.bn1(self.conv1(x)))
         x = self.stage3(self.stage2(self.stage1(x)))
         logits: Tensor = self.head(x.mean((2, 3)))
         return logits
 
     def units(self) -> list[Units]:
-        """Channels inside blocks; those on the residual stream stay."""
+        """Return the channels inside blocks; those on the residual stream are fixed."""
         blocks = [name for name, module in self.named_modules() if isinstance(module, ThinBlock)]
         return [units_between(self, [f"{name}.conv1", f"{name}.bn1"], [f"{name}.conv2"]) for name in blocks]
 

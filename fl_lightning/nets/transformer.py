@@ -1,4 +1,4 @@
-"""Small Transformers: over tokens, read in both directions or from left to right, and over patches of images."""
+"""Small Transformers: bidirectional and causal ones over tokens, and one over patches of images."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fl_lightning.nets.base import FedNet
 
 
 class Attention(nn.Module):
-    """Self-attention with several heads.
+    """Multi-head self-attention.
 
     Args:
         width: features of a token.
         heads: number of heads.
-        causal: whether a token sees only itself and those before it.
+        causal: whether a token attends only to itself and earlier ones.
     """
 
     def __init__(self, width: int, heads: int, causal: bool = False) -> None:
@@ -33,20 +33,20 @@ class Attention(nn.Module):
         if self.causal:
             later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(later, -torch.inf)
-        if present is not None:  # not infinite: a sequence may be all padding
+        if present is not None:  # finite, because a sequence may consist of padding only
             scores = scores.masked_fill(~present[:, None, None, :], -1e9)
         mixed: Tensor = self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
         return mixed
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a LayerNorm and added to what comes in.
+    """Pre-norm Transformer block: attention and a perceptron, each with a residual connection.
 
     Args:
         width: features of a token.
         heads: number of heads.
-        dropout: probability that a feature of either is dropped in training.
-        causal: whether a token sees only itself and those before it.
+        dropout: probability that a feature of either branch is dropped in training.
+        causal: whether a token attends only to itself and earlier ones.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, causal: bool = False) -> None:
@@ -56,14 +56,14 @@ class Block(nn.Module):
         self.drop1, self.drop2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:
-        """Tokens of shape (B, length, width)."""
+        """Compute tokens of shape (B, length, width)."""
         x = x + self.drop1(self.attention(self.norm1(x), present))
         out: Tensor = x + self.drop2(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
         return out
 
 
 class _Tokens(FedNet):
-    """Embeddings of tokens and of their places, and blocks."""
+    """Embeddings of tokens and positions, followed by blocks."""
 
     def __init__(
         self, num_embeddings: int, length: int, width: int, depth: int, heads: int, dropout: float, causal: bool
@@ -75,7 +75,7 @@ class _Tokens(FedNet):
         self.norm = nn.LayerNorm(width)
 
     def features(self, x: Tensor, present: Tensor | None = None) -> Tensor:
-        """Features at every place, shape (B, length, width)."""
+        """Compute features at every position, shape (B, length, width)."""
         if x.shape[1] > self.length:
             raise FederationError(f"Sequences have {x.shape[1]} tokens: set length to that or more, not {self.length}.")
         found = self.embedding(x) + self.places(torch.arange(x.shape[1], device=x.device))
@@ -86,12 +86,12 @@ class _Tokens(FedNet):
 
 
 class TransformerEncoder(_Tokens):
-    """A class for a sequence of tokens: blocks that see all of it, the mean over tokens, ``head``. Token 0 is padding.
+    """Sequence classification: bidirectional blocks, the mean over tokens, ``head``. Token 0 is padding.
 
     Args:
         num_embeddings: rows of the embedding: tokens and padding.
         num_classes: outputs of the last layer, ``head``.
-        length: the longest sequence.
+        length: maximum length of a sequence.
         width: features of a token.
         depth: number of blocks.
         heads: heads of a block.
@@ -116,7 +116,7 @@ class TransformerEncoder(_Tokens):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of shape (B, classes) for tokens of shape (B, length)."""
+        """Compute scores of shape (B, classes) for tokens of shape (B, length)."""
         present = x != 0
         found = self.features(x, present) * present[..., None]
         scores: Tensor = self.head(found.sum(1) / present.sum(1, keepdim=True).clamp(min=1))
@@ -124,11 +124,11 @@ class TransformerEncoder(_Tokens):
 
 
 class TransformerDecoder(_Tokens):
-    """The next token at every place: blocks that see what came before, ``head``.
+    """Next-token prediction: causal blocks, ``head``.
 
     Args:
         num_embeddings: number of tokens.
-        length: the longest sequence.
+        length: maximum length of a sequence.
         width: features of a token.
         depth: number of blocks.
         heads: heads of a block.
@@ -152,13 +152,13 @@ class TransformerDecoder(_Tokens):
         self.head = nn.Linear(width, num_embeddings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of shape (B, length, tokens) for tokens of shape (B, length)."""
+        """Compute scores of shape (B, length, tokens) for tokens of shape (B, length)."""
         scores: Tensor = self.head(self.features(x))
         return scores
 
 
 class ViTTiny(FedNet):
-    """A Transformer over patches of an image, with a token for the class; sizes as in "tiny" nets for small images.
+    """A Vision Transformer with a class token, in the "tiny" size for small images.
 
     Args:
         num_classes: outputs of the last layer, ``head``.
@@ -196,7 +196,7 @@ class ViTTiny(FedNet):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of shape (B, classes) for images of shape (B, channels, size, size)."""
+        """Compute scores of shape (B, classes) for images of shape (B, channels, size, size)."""
         found = self.patches(x).flatten(2).transpose(1, 2)
         found = torch.cat((self.token.expand(len(found), -1, -1), found), dim=1) + self.places
         for block in self.blocks:

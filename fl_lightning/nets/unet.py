@@ -17,8 +17,8 @@ class Twice(nn.Module):
     """Two 3 x 3 convolutions, each with GroupNorm and ReLU.
 
     Args:
-        channels: channels that come in.
-        width: channels that go out.
+        channels: input channels.
+        width: output channels.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -27,19 +27,20 @@ class Twice(nn.Module):
         self.norm1, self.norm2 = (nn.GroupNorm(group_count(width, 8), width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Feature maps of the same size."""
+        """Compute feature maps of the same size."""
         return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
 
 
 class UNet(FedNet):
-    """A class for every pixel: features at ever coarser scales, brought back and joined with the finer ones, ``head``.
+    """Segmentation: features at ever coarser scales, upsampled and concatenated with the finer ones, ``head``.
 
-    GroupNorm, as the few images of a small batch make a poor normalisation.
+    It uses GroupNorm, because small batches of images give poor batch statistics.
 
     Args:
         channels: channels of the images.
         num_classes: outputs for every pixel.
-        widths: channels of the scales, each half as fine as the one before; images must be divisible so often.
+        widths: channels of the scales, each half as fine as the one before, so image sizes must be divisible by
+            2 ** (len(widths) - 1).
 
     Example:
         >>> UNet(1, 2)(torch.zeros(2, 1, 16, 16)).shape
@@ -58,7 +59,7 @@ class UNet(FedNet):
         self.head = nn.Conv2d(widths[0], num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of shape (B, classes, height, width) for images of shape (B, channels, height, width)."""
+        """Compute scores of shape (B, classes, height, width) for images of shape (B, channels, height, width)."""
         times = 2 ** len(self.up)
         if x.shape[-1] % times or x.shape[-2] % times:
             raise FederationError(f"A U-Net with {len(self.down)} widths takes images divisible by {times}.")

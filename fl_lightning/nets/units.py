@@ -1,9 +1,9 @@
-"""Hidden units that may change places: which tensors hold them, along which dimension.
+"""Hidden units that may be permuted: the tensors that contain them, and along which dimension.
 
-The units of a hidden layer can be permuted without changing what a net computes, if every tensor that holds something
-of them is permuted alike: the rows that make them, their normalisation, and the columns of whoever reads them. A net
-declares its units in ``FedNet.units``; those of plain chains of layers and of torchvision's blocks are derived
-(:mod:`fl_lightning.nets.derive`).
+The units of a hidden layer can be permuted without changing the function of a net, if all tensors that refer to them
+are permuted alike: the rows of the layers that produce them, their normalisation, and the columns of the layers that
+consume them. A net declares its units in ``FedNet.units``; those of plain chains of layers and of torchvision's blocks
+are derived (:mod:`fl_lightning.nets.derive`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch.nn.modules.batchnorm import _NormBase
 from fl_lightning.errors import FederationError
 from fl_lightning.nets.norms import CONVOLUTIONS, RECURRENT
 
-#: What an entry is to the units: it makes and describes them (own), belongs to them without describing them (state), or
-#: reads them (use).
+#: Role of an entry: it produces and describes the units (own), belongs to them without describing them (state), or
+#: consumes them (use).
 Role = Literal["own", "state", "use"]
-#: Rows of a recurrent layer per unit.
+#: Rows per unit of a recurrent layer.
 GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the units lie in one entry: unit u at offset + (g * width + u) * inner + r for g < outer, r < inner.
+    """Position of units in one entry: unit u is at offset + (g * width + u) * inner + r for g < outer, r < inner.
 
     Args:
         entry: name of the parameter or buffer.
-        dim: its dimension along which the units lie.
-        role: what the entry is to the units.
-        outer: how often all units are repeated, such as once for each gate of an LSTM.
-        inner: positions that each unit takes in a row, such as the height times width of a flattened feature map.
-        offset: where the first unit lies, if other units come before.
+        dim: dimension of the units.
+        role: role of the entry.
+        outer: number of repetitions of all units, for example once per gate of an LSTM.
+        inner: consecutive positions of each unit, for example height times width of a flattened feature map.
+        offset: position of the first unit, if other units come before.
     """
 
     entry: str
@@ -48,19 +48,19 @@ class Axis:
     offset: int = 0
 
     def positions(self, width: int) -> Tensor:
-        """Positions of each of ``width`` units, shape (width, outer * inner)."""
+        """Return the positions of each of ``width`` units, shape (width, outer * inner)."""
         whole = torch.arange(self.outer * width * self.inner).view(self.outer, width, self.inner)
         return self.offset + whole.transpose(0, 1).reshape(width, -1)
 
 
 @dataclass(frozen=True)
 class Units:
-    """Units that may change places among each other.
+    """Units that may be permuted among each other.
 
     Args:
-        name: how they are called in messages.
-        width: how many there are.
-        axes: every place that holds something of them.
+        name: their name in messages.
+        width: their number.
+        axes: their positions in all entries.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Units:
     axes: tuple[Axis, ...]
 
     def describe(self, state: Mapping[str, Tensor]) -> Tensor:
-        """One row per unit: all that its own entries hold of it, float64, shape (width, numbers)."""
+        """Return one row per unit with all values of its own entries, float64, shape (width, numbers)."""
         rows = []
         for axis in self.axes:
             if axis.role == "own" and axis.entry in state:
@@ -77,7 +77,7 @@ class Units:
         return torch.cat(rows, 1)
 
     def placed(self, state: Mapping[str, Tensor], place: Tensor, width: int | None = None) -> dict[str, Tensor]:
-        """The state with unit u moved to place[u], among ``width`` places; places that nobody takes hold zeros."""
+        """Return the state with unit u moved to place[u] among ``width`` places; unused places are zero."""
         width, moved = self.width if width is None else width, dict(state)
         for axis in self.axes:
             if axis.entry in state:
@@ -91,7 +91,7 @@ class Units:
         return moved
 
     def fills(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether the units take whole dimensions, so that there can be more of them."""
+        """Return whether the units span whole dimensions, so that their number can change."""
         return all(
             axis.offset == 0 and axis.outer * axis.inner * self.width == state[axis.entry].shape[axis.dim]
             for axis in self.axes
@@ -99,13 +99,14 @@ class Units:
 
 
 def units_between(net: nn.Module, makers: Sequence[str], readers: Sequence[str], name: str | None = None) -> Units:
-    """The units that the first of ``makers`` puts out, other makers change one by one, and ``readers`` read.
+    """Return the units produced by the first of ``makers``, modified by the others, and consumed by ``readers``.
 
     Args:
         net: the network.
-        makers: names of layers: a convolution or dense layer, then its normalisation and depthwise convolutions.
-        readers: names of the convolutions and dense layers that take them in.
-        name: how the units are called; the first maker's name unless given.
+        makers: names of the producing layers: a convolution or linear layer, then elementwise ones (normalisation,
+            depthwise convolutions).
+        readers: names of the consuming convolutions and linear layers.
+        name: name of the units; None means the first maker's name.
 
     Example:
         >>> from fl_lightning.nets import LeNetBN
@@ -137,20 +138,20 @@ def _maker_axes(layer: Any, name: str, width: int) -> list[Axis]:
 
 
 def recurrent_units(net: nn.Module, layer: str, readers: Sequence[str], norms: Sequence[str] = ()) -> list[Units]:
-    """The units of an LSTM, GRU or RNN, one set for each of its layers and directions.
+    """Return the units of an LSTM, GRU or RNN, one set per layer and direction.
 
-    A unit is its rows in all gates. Rows that read the hidden state belong to it but do not describe it: their columns
-    are hidden units themselves, in an order of their own until the units are matched.
+    A unit owns its rows in all gates. Recurrent weights belong to it but do not describe it, because their columns are
+    hidden units too, whose order is unknown until the units are matched.
 
     Args:
         net: the network.
         layer: name of the recurrent layer.
-        readers: names of the dense layers that read its outputs, both directions side by side.
+        readers: names of the linear layers that consume its outputs, with both directions concatenated.
         norms: names of LayerNorms on its outputs.
     """
     module: Any = net.get_submodule(layer)
     if module.proj_size:
-        raise FederationError(f"Units of {layer} cannot be told apart: it projects them.")
+        raise FederationError(f"Units of {layer} cannot be identified, because it projects them.")
     gates = next(number for kind, number in GATES.items() if isinstance(module, kind))
     width, directions, found = int(module.hidden_size), 2 if module.bidirectional else 1, []
     suffixes = ["", "_reverse"][:directions]
@@ -175,7 +176,7 @@ def recurrent_units(net: nn.Module, layer: str, readers: Sequence[str], norms: S
 
 @torch.no_grad()
 def resize(net: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give the net's layers the shapes of the tensors in ``state``, and their values."""
+    """Give the net's layers the shapes and values of the tensors in ``state``."""
     for path, layer in net.named_modules():
         slots: Any = layer
         for name, old in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:

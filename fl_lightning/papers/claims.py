@@ -29,7 +29,7 @@ class Claim:
     Args:
         text: the claim.
         published: how far ahead it is in the paper.
-        letter: how far the paper's own algorithm is ahead in the recorded runs; None if a run is missing.
+        original: how far the paper's own algorithm is ahead in the recorded runs; None if a run is missing.
         changed: how far our variant of it is ahead; None where there is no variant, or a run is missing.
         local: how far ahead training without any federation is; None if a run is missing.
         is_whole: whether all runs are at the paper's scale, or at one that the paper does not state.
@@ -37,7 +37,7 @@ class Claim:
 
     text: str
     published: float
-    letter: float | None
+    original: float | None
     changed: float | None
     local: float | None
     is_whole: bool
@@ -50,9 +50,9 @@ class Claim:
             >>> Claim("a", 10.0, 2.0, 6.0, None, True).verdict, Claim("a", 10.0, 5.0, None, None, True).verdict
             ('only with a changed method', 'reproduced')
         """
-        if not self.is_whole or self.letter is None:
+        if not self.is_whole or self.original is None:
             return UNTESTED
-        if self.letter >= SHARE * self.published:
+        if self.original >= SHARE * self.published:
             return REPRODUCED
         return CHANGED if self.changed is not None and self.changed >= SHARE * self.published else NOT
 
@@ -60,7 +60,7 @@ class Claim:
 def judge(records: Records, plan: Mapping[str, Any]) -> Claim:
     """Compare what a claim in ``pages.yaml`` names."""
     cells = [cell for cell in tables.table(plan["of"]) if tables.fits(cell, plan["where"])]
-    where = {key: value for key, value in plan["where"].items() if key not in tables.SCALES}
+    where = {key: value for key, value in plan["where"].items() if key not in (*tables.SCALES, "view")}
     printed = [cell for cell in tables.table(plan["of"]) if tables.fits(cell, where)]
     sign = -1.0 if plan.get("lower") else 1.0
     than = plan["than"] if isinstance(plan["than"], list) else [plan["than"]]
@@ -70,11 +70,11 @@ def judge(records: Records, plan: Mapping[str, Any]) -> Claim:
         found = _measured(records, cells, [method] if method else [])
         return None if found is None or base is None else sign * (_mean(found) - _mean(base))
 
-    runs = [*(base or ()), *(_measured(records, cells, [plan["letter"]]) or ())]
+    runs = [*(base or ()), *(_measured(records, cells, [plan["original"]]) or ())]
     return Claim(
         text=plan["claim"],
         published=sign * (_printed(printed, [plan["better"]]) - _printed(printed, than)),
-        letter=ahead(plan["letter"]),
+        original=ahead(plan["original"]),
         changed=ahead(plan.get("changed")),
         local=ahead("local"),
         is_whole=all(one.coverage != REDUCED for one in runs),

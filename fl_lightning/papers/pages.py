@@ -24,9 +24,9 @@ Plan = Mapping[str, Any]
 Grid = tuple[list[str], list[str], list[list[Shown | None]]]
 #: Folders of a paper's page and pictures.
 PAGES, PICTURES = "results", "pictures/results"
-UNEXPLAINED, SMALLER = "Unexplained.", "Run at a smaller scale: no comparison."
+UNEXPLAINED, SMALLER = "Unexplained.", "Run at a smaller scale, not comparable."
 #: Rows of a paper's own method, by key of a claim, and all others.
-OWN, OTHERS = {"letter": "its method, to the letter", "changed": "its method, ours"}, "other methods"
+OWN, OTHERS = {"original": "its method, as published", "changed": "its method, ours"}, "other methods"
 #: README's table: name, method, and the metrics of a column each.
 ROWS = {
     "Local": "local",
@@ -86,7 +86,7 @@ def front_page(records: Records, layouts: Mapping[str, Sequence[Layout]]) -> str
     plans = [plan for plan in tables.pages()["pages"] if "claims" in plan]
     claims = [(plan, judge(records, claim)) for plan in plans for claim in plan["claims"]]
     rows = [[_link(plan), *_claim_texts(claim)] for plan, claim in claims]
-    head = ["paper", "claim", "verdict", "paper's gain", "to the letter", "ours", "Local"]
+    head = ["paper", "claim", "verdict", "paper's gain", "as published", "ours", "Local"]
     said = tables.pages()["texts"]
     parts = [said["front"], markdown(head, rows, left=3), "## Coverage\n", _coverage_table(plans, layouts)]
     parts += [said["coverage"], "## Deviations\n", f"![{said['picture']}]({PICTURES}/deviations.png)\n"]
@@ -106,10 +106,10 @@ def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
         rows = [_claim_texts(judge(records, claim)) for claim in plan["claims"]]
         parts += [
             "## Claims\n",
-            markdown(["claim", "verdict", "paper's gain", "to the letter", "ours", "Local"], rows, left=2),
+            markdown(["claim", "verdict", "paper's gain", "as published", "ours", "Local"], rows, left=2),
         ]
     parts += [text for one in layouts if (text := section(one, plan.get("explanations", [])))]
-    for title, key in (("What is assumed", "assumptions"), ("How settings were chosen", "chosen")):
+    for title, key in (("Assumptions", "assumptions"), ("How settings were chosen", "chosen")):
         if key in plan:
             parts += [f"## {title}\n", *(f"- {text}" for text in plan[key]), ""]
     parts += ["## Not measured\n", _missing(records, plan, layouts)]
@@ -118,11 +118,15 @@ def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
 
 def curves_page(plan: Plan, pictures: Mapping[str, Sequence[Path]]) -> str:
     """The page of a paper's pictures."""
-    head = f"Of the runs behind [the tables]({plan['name']}.md), mean over seeds. {tables.pages()['texts']['curves']}"
+    about = tables.pages()["texts"]["curves"]
+    head = f"Means over seeds of the runs behind [the tables]({plan['name']}.md). {about}"
     parts = [f"# Curves: {plan['title']}\n", head]
     for name, paths in pictures.items():
-        parts.append(f"## {name}\n")
-        parts += [f"![{path.stem}](../{PICTURES}/{plan['name']}/{path.name})\n" for path in paths]
+        title = plan["curves"][name]
+        parts.append(f"## {title}\n")
+        for path in paths:
+            of = ", ".join(map(name_of, path.stem.removeprefix(name.replace("/", "-")).strip("-").split("-")))
+            parts.append(f"![{title}: {of}](../{PICTURES}/{plan['name']}/{path.name})\n")
     return "\n".join(parts)
 
 
@@ -266,7 +270,7 @@ def _missing(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
     left, said = coverage(layouts, plan["papers"])[NONE], tables.pages()["texts"]
     known: set[str] = set()
     rows = [row for one in layouts if not one.plan.get("larger") for row in _left_of(records, one, left, known)]
-    head = ["table", "data", "methods", "cells", "runs", "hours of a core, one seed"]
+    head = ["table", "data", "methods", "cells", "runs", "core hours, one seed"]
     parts = [markdown(head, rows, left=3)] if rows else []
     if plan.get("published", True) and not rows:
         parts.append("Every published value was measured.\n")
@@ -313,14 +317,14 @@ def _single(records: Records, layouts: Sequence[Layout]) -> str:
     once = [sum(one.seconds) for one in measured.values() if len(one.seeds) == 1]
     if not once:
         return ""
-    return f"{len(once)} runs have one seed; a second one of each would take {sum(once) / 3600:.1f} hours of a core.\n"
+    return f"{len(once)} runs have one seed; a second seed of each would take {sum(once) / 3600:.1f} core hours.\n"
 
 
 def _cost(records: Records, configs: Iterable[Config]) -> str:
     """Hours of one core that runs would take."""
     costs = [hours(records, config) for config in configs]
     known = [cost for cost in costs if cost is not None]
-    return "no run to judge by" if len(known) < len(costs) else f"{sum(known):.1f}"
+    return "no similar run" if len(known) < len(costs) else f"{sum(known):.1f}"
 
 
 def _runs(records: Records, layouts: Sequence[Layout]) -> str:
@@ -330,15 +334,15 @@ def _runs(records: Records, layouts: Sequence[Layout]) -> str:
     whole, minutes = divmod(round(sum(result["seconds"] for result in lines) / 60), 60)
     known = [result["environment"] for result in lines if "environment" in result]
     made = Counter(f"{one['processor']} ({one['vectors']}), commit {str(one['commit'])[:10]}" for one in known)
-    parts = [f"{len(lines)} runs, {whole} h {minutes} min in all, most of them of one thread beside another run."]
-    parts += [f"{number} of them on {machine}." for machine, number in sorted(made.items())]
+    parts = [f"{len(lines)} runs, {whole} h {minutes} min in total; one thread each, most shared the machine."]
+    parts += [f"{number} on {machine}." for machine, number in sorted(made.items())]
     older = len(lines) - len(known)
-    parts += [f"{older} were recorded before records had the commit, versions, processor and date."] if older else []
+    parts += [f"{older} have no record of commit, versions, processor and date."] if older else []
     return " ".join(parts) + "\n"
 
 
 def _claim_texts(claim: Claim) -> list[str]:
-    gains = [claim.published, claim.letter, claim.changed, claim.local]
+    gains = [claim.published, claim.original, claim.changed, claim.local]
     return [claim.text.replace("*", r"\*"), claim.verdict, *("-" if gain is None else f"{gain:+.1f}" for gain in gains)]
 
 

@@ -103,7 +103,7 @@ def _leaders(of: Scores) -> list[str]:
 
 def _table(found: Mapping[Setting, Scores]) -> str:
     methods = list(next(iter(found.values())))
-    head = ["data", "clients", "classes", "samples", *map(name_of, methods), "best beside Local"]
+    head = ["data", "clients", "classes", "samples", *map(name_of, methods), "best federated"]
     rows = []
     for setting, of in sorted(found.items()):
         method, gain = best(of)
@@ -122,12 +122,12 @@ def _missing(records: Records) -> str:
         configs = {tables.config_hash(config): config for config in map(tables.config_of, cells)}
         left = [config for config in configs.values() if not records.seeds(config)]
         known = [cost for config in left if (cost := hours(records, config)) is not None]
-        total = f"{sum(known):.1f}" if len(known) == len(left) else "no run to judge by"
+        total = f"{sum(known):.1f}" if len(known) == len(left) else "no similar run"
         if left:
             rows.append([name_of(cells[0]["dataset"]), f"`fl-lightning reproduce {name}`", str(len(left)), total])
     if not rows:
         return "Nothing is missing.\n"
-    return markdown(["data", "command", "runs", "hours of a core, one seed"], rows, left=2)
+    return markdown(["data", "command", "runs", "core hours, one seed"], rows, left=2)
 
 
 def draw(records: Records, path: Path) -> Path:

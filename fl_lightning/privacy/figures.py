@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from fl_lightning import loggers
 from fl_lightning.metrics import attack_auroc, clopper_pearson, psnr, roc, ssim
 
 if TYPE_CHECKING:
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 MOST = 12
 
 
-def roc_figure(attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4) -> Figure:
+def roc_figure(
+    attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4, found: str = "members found"
+) -> Figure:
     """ROC curves on logarithmic axes, with the exact 95% interval of the members found.
 
     Args:
         attacks: scores and members by name.
         least: where the axes begin, unless one over the number of non-members is larger.
+        found: what the upright axis is called.
     """
     from matplotlib.figure import Figure
 
@@ -36,17 +39,17 @@ def roc_figure(attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4
     for name, (scores, members) in attacks.items():
         if bool(scores.isnan().any()):
             continue
-        alarms, found = (rate.cpu() for rate in roc(scores, members))
+        alarms, hits = (rate.cpu() for rate in roc(scores, members))
         total = int(members.sum())
         start = min(start, max(least, 1 / int((~members).sum())))
         some = torch.unique(torch.linspace(0, len(alarms) - 1, 200).round().long())
-        ends = [clopper_pearson(round(float(share) * total), total) for share in found[some]]
-        (line,) = axes.plot(alarms, found, label=f"{name}: AUROC {float(attack_auroc(scores, members)):.3f}")
+        ends = [clopper_pearson(round(float(share) * total), total) for share in hits[some]]
+        (line,) = axes.plot(alarms, hits, label=f"{name}: AUROC {float(attack_auroc(scores, members)):.3f}")
         low, high = zip(*ends, strict=True)
         axes.fill_between(alarms[some], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.plot([start, 1], [start, 1], color="grey", linestyle=":", label="chance")
     axes.set(xscale="log", yscale="log", xlim=(start, 1), ylim=(start, 1))
-    axes.set(xlabel="false alarms", ylabel="members found")
+    axes.set(xlabel="false alarms", ylabel=found)
     axes.legend(fontsize="x-small", loc="lower right")
     return figure
 
@@ -123,7 +126,7 @@ def rules_figure(accuracies: Mapping[str, Mapping[str, float]], title: str = "")
 def show_figure(
     trainer: Trainer, name: str, make: Callable[[], Figure], step: int, folder: str | None = None
 ) -> str | None:
-    """Log a picture to TensorBoard and write it to the log folder; returns the file's name, if one is written.
+    """Give a picture to the loggers and write it to the log folder; returns the file's name, if one is written.
 
     Args:
         trainer: whose loggers are meant.
@@ -132,13 +135,11 @@ def show_figure(
         step: the number of rounds.
         folder: where the file is written; None means the Trainer's log folder.
     """
-    boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
     where = folder or trainer.log_dir
-    if not trainer.is_global_zero or (not boards and where is None):
+    if not trainer.is_global_zero or (not trainer.loggers and where is None):
         return None
     figure = make()
-    for board in boards:
-        board.experiment.add_figure(name, figure, step, close=False)
+    loggers.show(trainer, name, figure, step, files=False)
     if where is None:
         return None
     path = Path(where) / f"{name.replace('/', '_')}.png"

@@ -1,15 +1,19 @@
 """A server that crafts its message: an imprint layer sorts the samples of a batch into bins (Fowl et al., 2022).
 
-Functions of tensors. The server sends a dense layer all of whose rows measure one thing, such as the brightness of an
-image, with thresholds between the bins. A row is active for every sample above its threshold, so that the difference
-of the gradients of two neighbouring rows is that of the samples between their thresholds: where that is one sample,
-their ratio is the sample.
+Functions of modules and tensors. The server sends a dense layer all of whose rows measure one thing, such as the
+brightness of an image, with thresholds between the bins. A row is active for every sample above its threshold, so that
+the difference of the gradients of two neighbouring rows is that of the samples between their thresholds: where that is
+one sample, their ratio is the sample.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning.privacy.gradients import Loss
+from fl_lightning.wire import State
 
 
 def imprint(size: int, thresholds: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -46,3 +50,111 @@ def read(weight: Tensor, bias: Tensor) -> Tensor:
     own = torch.cat((weight[:-1] - weight[1:], weight[-1:])), torch.cat((bias[:-1] - bias[1:], bias[-1:]))
     filled = own[1].abs() > 1e-6 * own[1].abs().max().clamp(min=1e-30)
     return own[0][filled] / own[1][filled][:, None]
+
+
+def gaussian_thresholds(inputs: Tensor, bins: int) -> Tensor:
+    """Thresholds between which samples are equally likely to lie, if the means of inputs are Gaussian.
+
+    Args:
+        inputs: samples of the server's own, as the net gets them, shape (n, ...).
+        bins: their number.
+    """
+    means = inputs.flatten(1).double().mean(1)
+    places = torch.arange(1, bins + 1, dtype=torch.float64, device=means.device) / (bins + 1)
+    spread = means.std(correction=0).clamp(min=1e-12)
+    quantiles: Tensor = torch.special.ndtri(places)
+    return (means.mean() + spread * quantiles).to(inputs.dtype)
+
+
+class Imprint(nn.Module):
+    """An imprint layer in front of any net: it adds next to nothing to what the net gets, and sees every sample.
+
+    Args:
+        size: of an input.
+        thresholds: in ascending order, shape (bins,).
+        strength: of what it adds.
+
+    Example:
+        >>> front = Imprint(4, torch.tensor([0.2, 0.5]))
+        >>> front(torch.ones(3, 1, 2, 2)).shape
+        torch.Size([3, 1, 2, 2])
+    """
+
+    mix: Tensor
+
+    def __init__(self, size: int, thresholds: Tensor, strength: float = 1e-2) -> None:
+        super().__init__()
+        weight, bias = imprint(size, thresholds)
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        # Equal rows, so that all bins count alike, with signs by a fixed rule, so that no net is blind to them.
+        signs = torch.where(torch.arange(size, device=thresholds.device) * 7 % 5 < 2, -1.0, 1.0)
+        self.register_buffer("mix", (strength * signs).to(thresholds))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The inputs, and a little of how many bins they fill."""
+        filled: Tensor = F.linear(x.flatten(1), self.weight, self.bias).relu().sum(1, keepdim=True) / len(self.bias)
+        return x + (filled * self.mix).view_as(x)
+
+
+def dense_layers(net: nn.Module, size: int) -> tuple[str, str] | None:
+    """Names of a first dense layer with a bias and of the dense layer behind it; None where a net has others.
+
+    Whether they lie one behind the other with a ReLU between is for :func:`crafted` to find out.
+
+    Args:
+        net: any net.
+        size: of an input.
+    """
+    own = [(name, one) for name, one in net.named_modules() if list(one.parameters(recurse=False))]
+    if len(own) < 2 or not all(isinstance(one, nn.Linear) for _, one in own[:2]):
+        return None
+    (first, before), (second, after) = own[:2]
+    fits = before.in_features == size and before.bias is not None and after.in_features == before.out_features
+    return (first, second) if fits else None
+
+
+def crafted(state: State, layers: tuple[str, str], thresholds: Tensor) -> State:
+    """The entries that a malicious server puts in for those of a net with two dense layers in front.
+
+    The first one sorts samples, the second one takes all of its outputs alike, by its mean column.
+
+    Args:
+        state: the net's entries.
+        layers: names of the two.
+        thresholds: one for each output of the first.
+    """
+    first, second = layers
+    like = state[f"{first}.weight"]
+    weight, bias = imprint(like.shape[1], thresholds.to(like))
+    behind = state[f"{second}.weight"]
+    return {
+        f"{first}.weight": weight,
+        f"{first}.bias": bias,
+        f"{second}.weight": behind.mean(1, keepdim=True).expand_as(behind).clone(),
+    }
+
+
+def sorts(loss: Loss, state: State, layer: str, x: Tensor, y: Tensor) -> bool:
+    """Whether a crafted net gives single samples away: the gradient of one, of the server's own, is it up to a factor.
+
+    Args:
+        loss: the client's objective.
+        state: the crafted net.
+        layer: the imprint layer.
+        x: samples of the server's own, shape (n, ...).
+        y: their labels.
+    """
+    names = [f"{layer}.weight", f"{layer}.bias"]
+    seen = 0
+    for place in range(len(x)):
+        own = {name: state[name].detach().clone().requires_grad_() for name in names}
+        value = loss({**state, **own}, x[place : place + 1], y[place : place + 1])
+        weight, bias = torch.autograd.grad(value, [*own.values()], allow_unused=True, materialize_grads=True)
+        found = read(weight, bias)
+        if len(found) > 1 or not bool(found.isfinite().all()):  # one sample fills one bin
+            return False
+        if len(found):
+            seen += 1
+            if not torch.allclose(found[0], x[place].flatten(), rtol=1e-2, atol=1e-2):
+                return False
+    return seen > 0

@@ -38,7 +38,12 @@ EXACT = 150.0
 
 
 def small_update(
-    module: FederatedModule, client: int, rows: Tensor, protect: Protection | None = None, steps: int = 1
+    module: FederatedModule,
+    client: int,
+    rows: Tensor,
+    protect: Protection | None = None,
+    steps: int = 1,
+    received: State | None = None,
 ) -> tuple[State, State, State]:
     """Exchange of a client in a round of few steps on a few of its samples; nothing is kept.
 
@@ -50,8 +55,10 @@ def small_update(
         rows: its samples, the batch.
         protect: what the client does to the message before it leaves.
         steps: local steps, all of them on the same samples.
+        received: the down message; None means what the server sends.
     """
-    federation, received = module.federation, module.message_down(client)
+    federation = module.federation
+    received = module.message_down(client) if received is None else received
     data = as_clients(federation, [rows] * federation.num_clients)
     if federation.label_maps is not None:
         data = replace(data, label_maps=federation.label_maps)
@@ -189,7 +196,7 @@ def leak(
         for view in views:
             known = {} if hidden and not view.sums else _known(view, received, initial)
             every = [small, *(ask(other) for other in cohort if other != client)] if view.sums else [small]
-            sent = _seen(view, every, module.weighting)
+            sent = seen(view, [one.message for one in every], module.weighting)
             shown = every if view.whole else [small]
             true = torch.cat([one.labels for one in shown])
             gradient = gradient_of(module, known, sent, steps)
@@ -248,9 +255,8 @@ def _small(run: Run, client: int, batch: int, steps: int) -> _Small:
     return _Small(rows, labels, received, Message(client, sent, len(rows)), kept)
 
 
-def _seen(view: View, every: Sequence[_Small], weighting: Weighting) -> State:
+def seen(view: View, messages: Sequence[Message], weighting: Weighting) -> State:
     """The part of the first of some updates that a view sees: itself, their mean, or what is left of that."""
-    messages = [one.message for one in every]
     if not view.sums or not messages[0].tensors:
         return messages[0].tensors
     weights = message_weights(messages, weighting)

@@ -51,10 +51,14 @@ class Report:
         self.baselines = [row for row in self.rows if row["view"] == BASELINE]
         self.rows = [row for row in self.rows if row["view"] != BASELINE]
 
+    def floors(self) -> dict[str, dict[str, float]]:
+        """Mean over clients of every score of each baseline."""
+        names = dict.fromkeys(row["variant"] for row in self.baselines)
+        return {name: self.mean([row for row in self.baselines if row["variant"] == name]) for name in names}
+
     def floor(self) -> dict[str, float]:
         """How well each baseline does by the score that counts, in the mean over clients."""
-        names = dict.fromkeys(row["variant"] for row in self.baselines)
-        return {n: _mean([row[self.by] for row in self.baselines if row["variant"] == n]) for n in names}
+        return {name: scores[self.by] for name, scores in self.floors().items()}
 
     def verdicts(self) -> list[str]:
         """A sentence for every view whose strongest attack is no better than the best baseline."""
@@ -122,9 +126,7 @@ class Report:
         for row in table:
             best = self.strongest(view=row["view"])
             row["strongest"] = "yes" if best is not None and all(best[k] == row[k] for k in HOW) else ""
-        names = dict.fromkeys(row["variant"] for row in self.baselines)
-        for name in names:
-            known = self.mean([row for row in self.baselines if row["variant"] == name])
+        for name, known in self.floors().items():
             table.append({"view": BASELINE, "assumption": "", "variant": name, **known, "strongest": ""})
         lines += ["", *_table(table)]
         groups = sorted({row["group"] for row in self.rows if row["group"]})

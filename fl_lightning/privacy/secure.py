@@ -1,9 +1,9 @@
-"""Secure aggregation, simulated: sums out of messages that tell nothing one by one (Bonawitz et al., 2017).
+"""Secure aggregation: sums out of messages that tell nothing one by one (Bonawitz et al., 2017).
 
 Values are written as whole numbers modulo 2^64, in steps of 2^-32. Every client adds to its own the masks that it has
-in common with its neighbours in a ring, one of the two with a minus sign, so that each message is uniformly random and
-the masks of all of them cancel (Bell et al., 2020, for neighbours instead of all pairs). Clients that drop out,
-whose masks a real protocol restores, and the agreement on keys are not simulated.
+in common with other clients, one of the two with a minus sign, so that each message is uniformly random and the masks
+of all of them cancel. In a simulation these are its neighbours in a ring (Bell et al., 2020), and nobody drops out.
+Sites agree on keys for all pairs and restore the masks of those that drop out (:mod:`fl_lightning.remote.secure_site`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from torch import Tensor
 
 from fl_lightning.errors import FederationError
 from fl_lightning.secret import SecretStream, new_key
+from fl_lightning.wire import State
 
 Words = NDArray[np.uint64]
 #: Bits after the point.
 FRACTION = 32
 #: Neighbours on each side of a client with which it has masks in common.
 NEIGHBOURS = 3
+
+
+def largest(clients: int) -> float:
+    """The bound of values of which so many clients' can be added up."""
+    return 2.0 ** (63 - FRACTION) / clients
 
 
 def encoded(values: Tensor, clients: int) -> Words:
@@ -36,7 +42,7 @@ def encoded(values: Tensor, clients: int) -> Words:
         >>> [int(word) for word in encoded(torch.tensor([1.0, -(2.0**-32)]), 2)]
         [4294967296, 18446744073709551615]
     """
-    most = 2.0 ** (63 - FRACTION) / clients
+    most = largest(clients)
     if not bool((values.abs() < most).all()):
         raise FederationError(
             f"Secure aggregation of {clients} clients takes weighted values below {most:.0f}, and an update is larger: "
@@ -56,6 +62,55 @@ def decoded(words: Words) -> Tensor:
     return torch.from_numpy(words.view(np.int64).copy()).double() / 2.0**FRACTION
 
 
+def row(tensors: State, weight: float, clients: int) -> Words:
+    """A client's message as numbers to add up: its values times the client's weight, and the weight.
+
+    Args:
+        tensors: the message.
+        weight: what it counts.
+        clients: how many such rows are to be added up.
+    """
+    values = [weight * value.flatten().double().cpu() for value in tensors.values()]
+    return encoded(torch.cat([*values, torch.tensor([weight], dtype=torch.float64)]), clients)
+
+
+def mean(total: Words, like: State) -> State:
+    """The weighted mean of messages, from the sum of their rows.
+
+    Args:
+        total: the sum.
+        like: a message with the names, shapes, types and devices of the mean.
+
+    Example:
+        >>> message = {"w": torch.tensor([1.0, -2.0])}
+        >>> mean(summed([row(message, 3.0, 2), row({"w": torch.zeros(2)}, 1.0, 2)]), message)
+        {'w': tensor([ 0.7500, -1.5000])}
+    """
+    values = decoded(total)
+    parts = torch.split(values[:-1] / values[-1], [value.numel() for value in like.values()]) if like else ()
+    found: State = {}
+    for (name, value), part in zip(like.items(), parts, strict=True):
+        shaped = part.view(value.shape) if value.is_floating_point() else part.view(value.shape).round()
+        found[name] = shaped.to(value.device, value.dtype)
+    return found
+
+
+def check_cohort(clients: int, least: int = 2) -> None:
+    """Refuse to add up so few messages that their sum hides none.
+
+    Args:
+        clients: how many there are.
+        least: how many there have to be.
+    """
+    if clients < 2:
+        raise FederationError("Secure aggregation of one client hides nothing: let more clients train in a round.")
+    if clients < least:
+        raise FederationError(
+            f"Secure aggregation takes {least} clients here, not {clients}: let more clients train in a round, or "
+            "lower least."
+        )
+
+
 def masked(rows: Sequence[Words], neighbours: int = NEIGHBOURS) -> list[Words]:
     """The rows as clients send them: each alone uniformly random, their sum modulo 2^64 unchanged.
 
@@ -66,8 +121,7 @@ def masked(rows: Sequence[Words], neighbours: int = NEIGHBOURS) -> list[Words]:
         neighbours: on each side of a client in the ring.
     """
     clients = len(rows)
-    if clients < 2:
-        raise FederationError("Secure aggregation of one client hides nothing: let more clients train in a round.")
+    check_cohort(clients)
     sent = [row.copy() for row in rows]
     for client in range(clients):
         for step in range(1, min(neighbours, clients // 2) + 1):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from fl_lightning.federation import Federation
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.data import as_clients
 from fl_lightning.privacy.wiretap import Run, Wire, Wiretap, finished
+from fl_lightning.quiet import quiet_trainer, silence
 
 
 class Shadow(NamedTuple):
@@ -79,33 +78,16 @@ def train_shadows(
         module = copy.deepcopy(method)
         module.seed = int(seeding.stream(method.seed, "shadow", client=group).integers(2**31))
         wire = Wire(memory=memory)
-        with torch.inference_mode(False), torch.enable_grad(), _quiet():
-            trainer = Trainer(
+        with torch.inference_mode(False), torch.enable_grad(), silence():
+            trainer = quiet_trainer(
                 max_epochs=rounds,
                 accelerator="cpu" if method.device.type == "cpu" else "gpu",
                 devices=1,
                 precision=like.precision,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
                 limit_val_batches=0,
-                num_sanity_val_steps=0,
                 callbacks=[Wiretap(wire, sums)],
             )
             trainer.fit(module, datamodule=_Data(as_clients(federation, parts), fraction, module.seed))
         run, touched = finished(module, wire), torch.cat(list(parts))
         found += [Shadow(run, client, group, parts[client], touched) for client in sorted(wire.sent)]
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No word of the shadows' Trainers: the user started one run."""
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

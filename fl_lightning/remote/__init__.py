@@ -1,4 +1,4 @@
-"""Clients on other machines: a site answers requests that are bytes, the server's ``Clients`` posts them."""
+"""Clients on other machines: sites answer requests in bytes, which the server's ``Clients`` sends."""
 
 from fl_lightning.remote.clients import RemoteClients
 from fl_lightning.remote.data import SiteData

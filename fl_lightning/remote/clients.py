@@ -1,8 +1,7 @@
-"""``RemoteClients``: the clients of a run where they really are, behind the protocol of simulated ones."""
+"""``RemoteClients``: real clients on other machines, behind the same protocol as simulated ones."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -10,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.exchange import Scores
 from fl_lightning.federation import Federation, Split
 from fl_lightning.parties import Introduction, Messages, Returned, Setting
-from fl_lightning.remote.envelope import checksum, seal
-from fl_lightning.remote.members import Members, listed, read
+from fl_lightning.privacy.secure import check_cohort
+from fl_lightning.remote.envelope import Envelope, checksum, seal
+from fl_lightning.remote.members import Members
+from fl_lightning.remote.replies import alike, answered, check_reply, named
 from fl_lightning.remote.run import RunConfiguration
-from fl_lightning.remote.sites import EVALUATE, TELL, TRAIN, WORK, scores_of
-from fl_lightning.remote.store import is_version
+from fl_lightning.remote.secure_server import SecureSession
+from fl_lightning.remote.sites import EVALUATE, SECURE, TELL, TRAIN, WORK, scores_of
 from fl_lightning.remote.transport import Transport
 from fl_lightning.snapshots import ClientSnapshot
 from fl_lightning.wire import Message, State
@@ -26,28 +28,28 @@ from fl_lightning.wire import Message, State
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
-#: A client's version of what it keeps, and its counters.
+#: Version of a client's private state, and its counters.
 Kept = tuple[str, ClientSnapshot]
-#: By number of the training: what clients said, and the tensors that they sent.
+#: Number of the training, the client's headers, and its tensors.
 Answer = tuple[int, list[dict[str, Any]], list[State]]
 
 
 class RemoteClients:
-    """Clients on other machines: posts messages, collects replies, knows who is absent, late, or has failed.
+    """Clients on other machines: sends messages, collects replies, and tracks absent, late and failed clients.
 
-    A client is bound to its node when it joins. What each client keeps lies at its site, in versions; the server knows
-    the name of the version that it counts on, which is in its checkpoints. The training of the next round travels with
-    the evaluation of the present one, so that a client gets one message a round.
+    A client is bound to its node when it joins. Its private state is stored at its site in versions; the server refers
+    to one of them by name, which is saved in checkpoints. The training of the next round is requested together with the
+    evaluation of the current one, so a client gets one message per round.
 
     Args:
-        method: the server's method, not trained yet.
-        transport: the way to the sites.
-        places: how many clients the federation has.
-        least: clients without which the run does not begin; no more may be missing in a round than then. None means
+        method: the server's untrained method.
+        transport: the connection to the sites.
+        places: number of clients of the federation.
+        least: minimum number of clients to start the run; in a round as many may be missing as at the start. None means
             all.
-        patience: seconds that the clients of a stage may take to answer.
-        attempts: how often those that a round needs are asked before the run ends.
-        callbacks: the run's callbacks; those that protect clients have to be at the sites, too.
+        patience: time limit in seconds for the clients' answers in a stage.
+        attempts: number of times that clients needed in a round are asked before the run ends.
+        callbacks: the run's callbacks; those that protect clients must be at the sites, too.
     """
 
     simulated = False
@@ -68,36 +70,40 @@ class RemoteClients:
         self.least = places if least is None else least
         self.patience, self.attempts = patience, attempts
         self.run = RunConfiguration.of(method, callbacks)
+        #: Options of secure aggregation; None if messages are sent in plain text.
+        self.secure = next((one for one in callbacks if isinstance(one, SecureAggregationCallback)), None)
+        if self.secure is not None:
+            self.secure.install(method)
         self.members = Members(transport, places, self.run.fingerprint, patience, self._joined)
-        #: The version of what each number keeps that the server counts on, and those of the stage under way.
+        #: The current version of every number's private state, and those of the running stage.
         self.versions: dict[int, str] = {}
         self.pending: dict[int, Kept] = {}
         self._saved: dict[int, str] = {}
         self._ahead: dict[int, tuple[Any, Returned, Kept | None]] = {}
 
-    # ---- who is there -----------------------------------------------------------------------------------------
+    # ---- membership -------------------------------------------------------------------------------------------
 
     def introduce(self) -> Sequence[Introduction]:
-        """Introductions of the clients; one that has not joined has no samples."""
+        """Return the clients' introductions; a client that has not joined has no samples."""
         alone = [one for one in self.method.trainer.callbacks if getattr(one, "simulations_only", False)]  # type: ignore[attr-defined]
         if alone:
             raise FederationError(
-                f"{type(alone[0]).__name__} looks at what only clients see, which are elsewhere: use it in a "
+                f"{type(alone[0]).__name__} reads private state of clients, which are elsewhere: use it in a "
                 "simulation."
             )
         self.wait()
         return [self.members.introduction(client) for client in range(self.places)]
 
     def blank(self) -> Federation:
-        """The federation without samples."""
+        """Return the federation with blank samples."""
         return self.members.blank()
 
     def wait(self) -> None:
-        """Wait for the clients that a run needs to begin with."""
+        """Wait for the clients that are needed to start."""
         self.members.wait(self.least)
 
     def _joined(self, client: int) -> None:
-        """Let the server know of a client that joins late."""
+        """Update the roster when a client joins late."""
         if client < len(self.method.roster):
             self.method.roster[client] = self.members.introduction(client)
             self.method.datamodule.forget()
@@ -105,8 +111,15 @@ class RemoteClients:
     # ---- training ---------------------------------------------------------------------------------------------
 
     def train(self, setting: Setting, messages: Messages, max_steps: int | None = None) -> Iterator[Returned]:
-        """Have clients train; those that answered ahead are not asked again."""
+        """Train clients; those that were asked ahead and have answered are not asked again."""
         self.pending = {}
+        asked, cohort = (
+            {self.method.client_of(n) for n in some} for some in (messages, self.method.cohort(setting.round))
+        )
+        needed = max(self._needed(len(asked)), int(asked == set(cohort)))
+        if self.secure is not None:
+            yield from self._train_securely(self.secure, setting, messages, max_steps, needed)
+            return
         ahead, self._ahead = self._ahead, {}
         left: dict[int, State] = {}
         for number, message in messages.items():
@@ -116,16 +129,62 @@ class RemoteClients:
                 continue
             yield self._took(known[1], known[2])
         jobs = {n: [self._job(TRAIN, n, setting, {"max_steps": max_steps})] for n in left}
-        asked, cohort = (
-            {self.method.client_of(n) for n in some} for some in (messages, self.method.cohort(setting.round))
-        )
-        needed = max(self._needed(len(asked)), int(asked == set(cohort)))
         needed -= len({self.method.client_of(number) for number in messages.keys() - left.keys()})
         for number, said, sent in self._work(jobs, {n: [m] for n, m in left.items()}, needed):
             yield self._took(*self._trained(number, said[0], sent[0]))
 
+    def _train_securely(
+        self,
+        rules: SecureAggregationCallback,
+        setting: Setting,
+        messages: Messages,
+        max_steps: int | None,
+        needed: int,
+    ) -> Iterator[Returned]:
+        """Train clients and add up their messages; each returned message is the mean.
+
+        A session that too few clients complete reveals nothing; another one starts with those that are present.
+        """
+        owners = {self.method.client_of(number): number for number in messages}
+        if len(owners) < len(messages):
+            raise FederationError("Secure aggregation takes one training of each client in a stage.")
+        check_cohort(len(owners), rules.least)
+        jobs = {c: self._job(TRAIN, number, setting, {"max_steps": max_steps}) for c, number in owners.items()}
+        reasons, said = dict[int, str](), ""
+        for _ in range(self.attempts):
+            there = self.members.wait(max(needed, rules.least), sorted(owners))
+            reasons |= {client: "it is absent" for client in owners if client not in there}
+            session = SecureSession(self._ask, rules, lambda n: rules.weight(self.method, n), reasons, needed)
+            try:
+                found = session.run({c: jobs[c] for c in there}, {c: messages[owners[c]] for c in there})
+                break
+            except FederationError as error:
+                said = str(error)
+        else:
+            raise FederationError(f"{said} {named(sorted(reasons), reasons)}".rstrip())
+        for client, reply in {**found.said, **found.unsound}.items():
+            yield self._took(*self._trained(owners[client], {**reply, "loss": found.loss}, dict(found.mean)))
+        self._tell_left([c for c in sorted(owners) if c not in found.said and c not in found.unsound], reasons)
+
+    def _ask(
+        self, said: Mapping[int, dict[str, Any]], parts: Mapping[int, State], reasons: dict[int, str]
+    ) -> Iterator[tuple[int, Envelope]]:
+        """Send a stage of secure aggregation to clients and yield their answers."""
+        at = {self.members.nodes[client]: client for client in said}
+        requests = {}
+        for node, client in at.items():
+            jobs = [said[client]["job"]] if "job" in said[client] else []
+            header = {"kind": SECURE, "run": self.run.fingerprint, "oldest": self._oldest(jobs), **said[client]}
+            requests[node] = seal(header, {"0": parts[client]} if client in parts else {})
+        for node, reply in self.transport.post(requests, self.patience):
+            client = at[node]
+            try:
+                yield client, answered(client, reply)
+            except FederationError as error:
+                reasons[client] = str(error)
+
     def _needed(self, asked: int) -> int:
-        """How many of so many clients have to answer, if no more may be missing than of all."""
+        """Return the minimum number of answers of ``asked`` clients, if as many may be missing as of all."""
         return max(0, asked - (self.places - self.least))
 
     def _took(self, returned: Returned, kept: Kept | None) -> Returned:
@@ -134,7 +193,7 @@ class RemoteClients:
         return returned
 
     def _trained(self, number: int, said: dict[str, Any], sent: State) -> tuple[Returned, Kept | None]:
-        """Reply of a client that trained, and the version of its state."""
+        """Return a client's result and the version of its private state."""
         loss = float(said["loss"])
         message = Message(number, sent, said["samples"], loss)
         counters = said["counters"]
@@ -142,24 +201,24 @@ class RemoteClients:
         return Returned(message, bool(said["counts"]), bool(said["sound"])), kept
 
     def gather(self, returned: list[Returned]) -> list[Returned]:
-        """All returns, in the order of the clients' numbers."""
+        """Sort the results by the clients' numbers."""
         return sorted(returned, key=lambda one: one.message.client)
 
     def commit(self, numbers: Iterable[int], round: int) -> None:
-        """Count on the versions that these clients wrote."""
+        """Accept the versions that these clients stored."""
         for number in numbers:
             if number in self.pending:
                 self.versions[number], self.method.snapshots[number] = self.pending[number]
         self.pending = {}
 
     def reset(self) -> None:
-        """Forget replies to a round that did not begin."""
+        """Drop replies to a round that did not start."""
         self.pending, self._ahead = {}, {}
 
     # ---- evaluation -------------------------------------------------------------------------------------------
 
     def evaluate(self, setting: Setting, messages: Messages, split: Split) -> Scores:
-        """Let clients score their models, and train for the next round already."""
+        """Let clients score their models and, in the same request, train for the next round."""
         module = self.method
         coming = self._coming(split)
         jobs: dict[int, list[dict[str, Any]]] = {}
@@ -181,10 +240,10 @@ class RemoteClients:
                 self._ahead[number] = (asked[number], *self._trained(number, one, tensors))
         if not found:
             return Scores(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0), {})
-        return Scores.joined(sorted(_alike(found), key=lambda scores: int(scores.clients)))
+        return Scores.joined(sorted(alike(found), key=lambda scores: int(scores.clients)))
 
     def tell(self, setting: Setting, messages: Messages) -> Mapping[int, State]:
-        """Reports of the clients that are present."""
+        """Return the reports of the clients that are present."""
         number = self.method.evaluated_as
         jobs = {client: [self._job(TELL, number(client), setting, {}, client)] for client in messages}
         answers = self._work(
@@ -193,40 +252,42 @@ class RemoteClients:
         return {client: sent[0] for client, _, sent in answers}
 
     def _coming(self, split: Split) -> dict[int, tuple[Setting, State]]:
-        """The messages of the next round's first stage, by number; none where it is not known that there is one."""
+        """Return the messages of the next round's first stage, by number; none if there may be no next round."""
         module = self.method
         trainer = module.trainer
         last = trainer.max_epochs is not None and 0 < trainer.max_epochs <= module.completed_rounds
         if (not trainer.training and not trainer.validating) or trainer.state.fn != "fit":
             return {}
+        if self.secure is not None:  # training starts with an exchange of keys
+            return {}
         if last or trainer.sanity_checking or trainer.fast_dev_run or module.completed_stages:  # type: ignore[attr-defined]
             return {}
         return module.loop.coming()
 
-    # ---- posting ----------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------
 
     def _job(
         self, kind: str, number: int, setting: Setting, more: Mapping[str, Any], client: int | None = None
     ) -> dict[str, Any]:
-        """Request to a client, and the versions of state that it is for."""
+        """Return a request to a client, with the versions of private state that it refers to."""
         owner = self.method.client_of(number) if client is None else client
         base = number if number in self.versions else owner
         versions = {base: self.versions[base]} if base in self.versions else {}
         return {"kind": kind, "number": number, "setting": astuple(setting), "versions": versions, **more}
 
     def _asked(self, number: int, setting: Setting, message: State) -> tuple[Any, ...]:
-        """All that a client's training depends on, to tell whether it was asked for the same."""
+        """Return a key of everything that a client's training depends on, to compare requests."""
         return astuple(setting), self._job(TRAIN, number, setting, {})["versions"], checksum(message)
 
     def _work(
         self, jobs: Mapping[int, list[dict[str, Any]]], parts: Mapping[int, list[State]], needed: int
     ) -> Iterator[Answer]:
-        """Post jobs, one request to a client, and yield what clients answered under the keys of the jobs.
+        """Send jobs, one request per client, and yield the clients' answers by the keys of the jobs.
 
         Args:
             jobs: by number of the training, or by client.
-            parts: the messages that belong to them.
-            needed: how many clients have to answer.
+            parts: the messages of the jobs.
+            needed: minimum number of clients that must answer.
         """
         own: dict[int, list[int]] = {}
         for key in jobs:
@@ -252,94 +313,61 @@ class RemoteClients:
                 yield from answers
             if not left or needed <= 0:
                 break
+        if left and needed > 0:
+            raise FederationError(f"A round needs {needed} more of its clients: {named(left, reasons)}")
+        self._tell_left(left, reasons)
+
+    def _tell_left(self, left: Sequence[int], reasons: Mapping[int, str]) -> None:
+        """Warn of clients that a round went on without."""
         if left:
-            named = "; ".join(f"client {client}: {reasons.get(client, 'no answer')}" for client in left[:10])
-            if needed > 0:
-                raise FederationError(f"A round needs {needed} more of its clients: {named}")
-            rank_zero_warn(f"Round {self.method.completed_rounds}: went on without {named}")
+            rank_zero_warn(f"Round {self.method.completed_rounds}: went on without {named(left, reasons)}")
+
+    def _oldest(self, jobs: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+        """Return the rounds of the oldest version still needed of every number in some jobs."""
+        numbers = {number for job in jobs for number in job["versions"]}
+        return {n: min(_rounds(self.versions[n]), _rounds(self._saved.get(n, self.versions[n]))) for n in numbers}
 
     def _request(self, jobs: list[dict[str, Any]], parts: list[State]) -> bytes:
-        numbers = {number for job in jobs for number in job["versions"]}
-        oldest = {n: min(_rounds(self.versions[n]), _rounds(self._saved.get(n, self.versions[n]))) for n in numbers}
-        header = {"kind": WORK, "run": self.run.fingerprint, "jobs": jobs, "oldest": oldest}
+        header = {"kind": WORK, "run": self.run.fingerprint, "jobs": jobs, "oldest": self._oldest(jobs)}
         return seal(header, {str(place): part for place, part in enumerate(parts)})
 
     def _answers(self, client: int, reply: bytes | str, asked: Mapping[int, list[dict[str, Any]]]) -> Iterator[Answer]:
-        """The parts of a client's reply, or a sentence on what is wrong with it.
+        """Yield the parts of a client's reply; raise an error if it is invalid.
 
         Args:
             client: the client.
-            reply: what its node sent.
+            reply: its node's reply.
             asked: the jobs by key.
         """
-        header, parts = read(reply)
-        if header.get("client") != client:
-            raise FederationError(f"it answered as client {header.get('client')!r}.")
+        header, parts = answered(client, reply)
         replies = header.get("replies")
         if type(replies) is not list or len(replies) != sum(map(len, asked.values())):
-            raise FederationError("it did not answer what it was asked.")
+            raise FederationError("its answers do not match the request.")
         place = 0
         for key, jobs in asked.items():
             places = range(place, place + len(jobs))
             said, sent = [replies[i] for i in places], [parts.get(str(i), {}) for i in places]
             for job, one, tensors in zip(jobs, said, sent, strict=True):
-                _check_reply(job, one, tensors)
+                check_reply(job, one, tensors)
             yield key, said, sent
             place += len(jobs)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The versions that the server counts on, for a checkpoint."""
+        """Return the current versions, for a checkpoint."""
         self._saved = dict(self.versions)
         return {**self.method.snapshots.state_dict(), "versions": dict(self.versions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count on the versions of a checkpoint."""
+        """Use the versions of a checkpoint."""
         if "versions" not in state:
             raise FederationError(
-                "The checkpoint's clients were simulated, and what they keep is in it: real sites do not have it."
+                "The checkpoint's clients were simulated, and their private state is in it: real sites lack it."
             )
         self.versions = {int(number): str(version) for number, version in state["versions"].items()}
         self._saved = dict(self.versions)
         self.method.snapshots.load_state_dict(state)
-
-
-def _check_reply(job: Mapping[str, Any], said: Any, sent: State) -> None:
-    """Refuse a reply that is not of the form; what is in a message is checked where it is aggregated."""
-    if type(said) is not dict or not _FORMS[job["kind"]](said, sent):
-        raise FederationError("its answer is not of the form that was asked for.")
-
-
-def _is_training(said: dict[str, Any], sent: State) -> bool:
-    version, counters = said.get("version"), said.get("counters")
-    kept = type(counters) is list and len(counters) == 3 and all(type(one) is int for one in counters)
-    known = version is None or (type(version) is str and is_version(version) and kept)
-    flags = all(type(said.get(name)) is bool for name in ("counts", "sound"))
-    return known and flags and type(said.get("samples")) is int and type(said.get("loss")) in (int, float)
-
-
-def _is_evaluation(said: dict[str, Any], sent: State) -> bool:
-    if said.get("scored") is not True:
-        return said.get("scored") is False
-    return {"loss", "total"} <= sent.keys() and all(value.shape == (1,) for value in sent.values())
-
-
-def _is_anything(said: dict[str, Any], sent: State) -> bool:
-    return True
-
-
-_FORMS = {TRAIN: _is_training, EVALUATE: _is_evaluation, TELL: _is_anything}
-
-
-def _alike(found: list[Scores]) -> list[Scores]:
-    """The scores with the metrics that most clients told; others are left out and named."""
-    layouts = [tuple(sorted((name, value.dtype) for name, value in one.metrics.items())) for one in found]
-    ((common, _),) = Counter(layouts).most_common(1)
-    strange = [int(one.clients) for one, layout in zip(found, layouts, strict=True) if layout != common]
-    if strange:
-        rank_zero_warn(f"Left out the scores of clients {listed(strange)}, which have other metrics than most.")
-    return [one for one, layout in zip(found, layouts, strict=True) if layout == common]
 
 
 def _rounds(version: str) -> int:

@@ -1,4 +1,4 @@
-"""The DataModule of a server whose clients are elsewhere: who there is and who trains when, and no sample."""
+"""The DataModule of a server whose clients are elsewhere: clients and cohorts without samples."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class SiteData(LightningDataModule):
-    """Numbers of clients in place of data: rounds, cohorts and groups to evaluate, for a stock ``Trainer``.
+    """Numbers of clients instead of data: rounds, cohorts and groups to evaluate, for a stock ``Trainer``.
 
-    Its federation has as many samples as the sites say that they have, all of them blank.
+    Its federation has as many samples as the sites report, all of them blank.
 
     Args:
         clients: the clients.
-        fraction: share of the clients that trains in a round, 0 < fraction <= 1.
-        seed: decides who trains when; unless given, the seed of ``seed_everything``, else 0.
-        sampling: a round's cohort has a ``fixed`` size, or every client takes part for itself (``poisson``).
+        fraction: share of the clients that train in a round, 0 < fraction <= 1.
+        seed: seed of the sampling of cohorts; unless given, the seed of ``seed_everything``, else 0.
+        sampling: cohorts of a ``fixed`` size, or independent participation of every client (``poisson``).
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class SiteData(LightningDataModule):
         self._federation: Federation | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Wait for the sites that a run needs to begin with."""
+        """Wait for the sites that are needed to start."""
         self.clients.wait()
         self.forget()
 
     def forget(self) -> None:
-        """Let the federation be made anew, as a client has joined."""
+        """Rebuild the federation on next use, after a client has joined."""
         self._federation = None
 
     @property
     def federation(self) -> Federation:
-        """Blank samples in the numbers that the sites told."""
+        """Blank samples, as many as the sites reported."""
         if self._federation is None:
             self._federation = self.clients.blank()
         return self._federation
@@ -62,33 +62,33 @@ class SiteData(LightningDataModule):
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint that a checkpoint keeps to refuse another federation."""
+        """Fingerprint in checkpoints, to reject another federation."""
         return f"{self.clients.places} sites"
 
     def cohort(self, round: int) -> list[int]:
-        """The clients that train in a round: a pure function of seed and round, present or not."""
+        """Return the clients that train in a round: a pure function of seed and round, present or not."""
         return trained(self.drawn(round), self.clients.places, round)
 
     def drawn(self, round: int) -> list[int]:
-        """The clients that a round draws, of ``poisson`` sampling possibly none."""
+        """Return the clients drawn for a round, possibly none with ``poisson`` sampling."""
         stream = lambda: seeding.stream(self.seed, "sampling", round)  # noqa: E731
         return drawn(self.clients.places, self.fraction, self.sampling, stream, None)
 
     def train_dataloader(self) -> Tick:
-        """One tick: one federated round."""
+        """Return one tick: one federated round."""
         return Tick()
 
     def val_dataloader(self) -> ClientChunks:
-        """Clients that have validation samples, or test samples where nothing is held out."""
+        """Return clients with validation samples, or with test samples if nothing is held out."""
         return self._chunks("val")
 
     def test_dataloader(self) -> ClientChunks:
-        """All clients."""
+        """Return all clients."""
         return self._chunks("test")
 
     def predict_dataloader(self) -> Any:
-        """Predictions stay at the sites."""
-        raise FederationError("Predictions of samples that are elsewhere are made there: use predict at a site.")
+        """Raise an error: predictions stay at the sites."""
+        raise FederationError("The samples are at the sites, so predictions are made there: use predict at a site.")
 
     def _chunks(self, split: Split) -> ClientChunks:
         sizes = self.federation.index(split).sizes
@@ -96,10 +96,10 @@ class SiteData(LightningDataModule):
 
 
 def blank(told: list[dict[str, Any]]) -> Federation:
-    """A federation of blank samples.
+    """Build a federation of blank samples.
 
     Args:
-        told: what each client told of its data when it joined.
+        told: every client's description of its data when it joined.
     """
     one = told[0]
     floating = one["tokens"] is None
@@ -121,7 +121,7 @@ def blank(told: list[dict[str, Any]]) -> Federation:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The type of a tensor that a site named."""
+    """Return the dtype that a site named."""
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
         raise FederationError(f"A site's data cannot be of type {name!r}.")

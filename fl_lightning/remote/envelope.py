@@ -1,6 +1,6 @@
-"""A message between server and site as bytes: safetensors, with a header of plain values.
+"""Messages between server and site as bytes: safetensors with a header of plain values.
 
-A tensor that stands in several parts, such as the model that a client is evaluated with and trains from, is sent once.
+A tensor that occurs in several parts, such as the model to evaluate and to train from, is sent once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fl_lightning.wire import State
 
 #: Version of the format; both sides must have the same.
 FORMAT = 1
-#: Bytes in which safetensors says how long its header is.
+#: Size in bytes of the length field of a safetensors header.
 LENGTH = 8
 
 
@@ -31,7 +31,7 @@ class Envelope(NamedTuple):
 
 
 def checksum(state: State) -> str:
-    """A checksum of names, shapes, types and bits."""
+    """Return a checksum of names, shapes, dtypes and values."""
     digest = hashlib.sha256()
     for name, value in state.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -41,10 +41,10 @@ def checksum(state: State) -> str:
 
 
 def seal(header: Mapping[str, Any], parts: Mapping[str, State]) -> bytes:
-    """A message as bytes.
+    """Serialise a message.
 
     Args:
-        header: anything that JSON can say.
+        header: any value that JSON supports.
         parts: named tensors by the name of their part.
     """
     stored: State = {}
@@ -64,7 +64,7 @@ def seal(header: Mapping[str, Any], parts: Mapping[str, State]) -> bytes:
 
 
 def unseal(data: bytes) -> Envelope:
-    """A message read from bytes; anything that is none is refused."""
+    """Deserialise a message; raise an error if it is not one."""
     try:
         length = int.from_bytes(data[:LENGTH], "little")
         said = json.loads(json.loads(data[LENGTH : LENGTH + length])["__metadata__"]["fl_lightning"])
@@ -77,7 +77,7 @@ def unseal(data: bytes) -> Envelope:
         parts = {part: {name: stored[place] for name, place in names.items()} for part, names in said["parts"].items()}
         header = said["header"]
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise FederationError("It is no message of fl_lightning, or was damaged on its way.") from error
+        raise FederationError("It is not a message of fl_lightning, or was damaged on its way.") from error
     if type(header) is not dict:
-        raise FederationError("It is no message of fl_lightning: it has no header.")
+        raise FederationError("It is not a message of fl_lightning: it has no header.")
     return Envelope(header, parts)

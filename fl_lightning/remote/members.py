@@ -1,4 +1,4 @@
-"""Who has joined a federation: which node is which client, and what it told of itself."""
+"""Members of a federation: the client of each node, and its introduction."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from fl_lightning.remote.envelope import Envelope, seal, unseal
 from fl_lightning.remote.sites import JOIN, NOTE
 from fl_lightning.remote.transport import Transport
 
-#: Seconds between two looks at who is there.
+#: Seconds between two checks for present clients.
 PAUSE = 0.2
-#: Seconds that a site may take to introduce itself.
+#: Time limit in seconds for a site's introduction.
 JOINING = 120.0
-#: Seconds after which a node that was not let in is asked again.
+#: Seconds after which a rejected node is asked again.
 AGAIN = 30.0
-#: What clients of one federation have in common.
+#: Properties that all clients of a federation must share.
 COMMON = ("shape", "tokens", "targets")
 
 
 class Members:
-    """Binds nodes to clients as they join; a node goes by the number that it joined with from then on.
+    """Binds nodes to clients as they join; a node keeps the number that it joined with.
 
     Args:
-        transport: the way to the nodes.
-        places: how many clients the federation has.
-        run: fingerprint of the run that they have to have approved.
-        patience: seconds to wait for clients that are needed.
+        transport: the connection to the nodes.
+        places: number of clients of the federation.
+        run: fingerprint of the run, which sites must have approved.
+        patience: time limit in seconds for clients that are needed.
         joined: called with the number of a client that joins for the first time.
     """
 
@@ -43,13 +43,13 @@ class Members:
         self, transport: Transport, places: int, run: str, patience: float, joined: Callable[[int], None]
     ) -> None:
         self.transport, self.places, self.run, self.patience, self.joined = transport, places, run, patience, joined
-        #: The node of each client that has joined, and what it told then.
+        #: The node of each client that has joined, and its introduction.
         self.nodes: dict[int, str] = {}
         self.told: dict[int, Envelope] = {}
         self._refused: dict[str, float] = {}
 
     def introduction(self, client: int) -> Introduction:
-        """Introduction of a client; one that has not joined has no samples."""
+        """Return a client's introduction; a client that has not joined has no samples."""
         some = self._someone()
         shape, dtype = tuple(some["shape"]), None if some["tokens"] is None else dtype_named(some["tokens"])
         if client not in self.told:
@@ -58,7 +58,7 @@ class Members:
         return Introduction(int(header["samples"]["train"]), shape, dtype, parts.get("told", {}))
 
     def blank(self) -> Federation:
-        """The federation without samples; a client that has not joined counts as one with a single sample."""
+        """Return the federation with blank samples; a client that has not joined counts with a single sample."""
         some = self._someone()
         single = {**some, "samples": {split: min(number, 1) for split, number in some["samples"].items()}}
         return blank([self.told[c].header if c in self.told else single for c in range(self.places)])
@@ -69,11 +69,11 @@ class Members:
         return next(iter(self.told.values())).header
 
     def wait(self, number: int, clients: Iterable[int] | None = None) -> list[int]:
-        """Wait until so many of some clients are there, and return those that are.
+        """Wait until at least ``number`` of some clients are present, and return those that are.
 
         Args:
-            number: how many are needed.
-            clients: of whom; None means all.
+            number: minimum number of clients.
+            clients: the clients to wait for; None means all.
         """
         wanted = list(range(self.places) if clients is None else clients)
         began, said = time.monotonic(), False
@@ -94,7 +94,7 @@ class Members:
             time.sleep(PAUSE)
 
     def there(self, clients: Iterable[int]) -> list[int]:
-        """Select the clients that can be reached now; nodes that are new introduce themselves first."""
+        """Return the clients that can be reached now; new nodes introduce themselves first."""
         present, now = set(self.transport.present()), time.monotonic()
         self._refused = {node: when for node, when in self._refused.items() if node in present and now - when < AGAIN}
         strangers = sorted(present - set(self.nodes.values()) - self._refused.keys())
@@ -105,7 +105,7 @@ class Members:
         return [client for client in clients if self.nodes.get(client) in present]
 
     def _join(self, node: str, reply: bytes | str, present: set[str]) -> None:
-        """Bind a node to the client it says it is, or leave it out, saying why."""
+        """Bind a node to its client, or reject it with a reason."""
         try:
             told = read(reply)
             self._check(told, present)
@@ -120,7 +120,7 @@ class Members:
             self.joined(client)
 
     def _refuse(self, node: str, reason: str) -> None:
-        """Leave a node out for a while, and tell it why."""
+        """Reject a node for a while, and send it the reason."""
         self._refused[node] = time.monotonic()
         rank_zero_warn(f"Node {node} was not let in: {reason}")
         note = seal({"kind": NOTE, "note": f"The server did not let this site in: {reason}"}, {})
@@ -128,7 +128,7 @@ class Members:
             pass
 
     def _check(self, told: Envelope, present: set[str]) -> None:
-        """Say in a sentence why a node that introduces itself is not let in."""
+        """Raise an error if a node's introduction is not acceptable."""
         header = told.header
         client = header.get("client")
         if type(client) is not int or not 0 <= client < self.places:
@@ -147,7 +147,7 @@ class Members:
         for other, known in self.told.items():
             different = [name for name in COMMON if header[name] != known.header[name]]
             if other != client and layout != layout_of(known.parts.get("told", {})):
-                raise FederationError(f"it tells other entries on joining than client {other}.")
+                raise FederationError(f"its introduction has other entries than that of client {other}.")
             if different and other != client:
                 name = different[0]
                 raise FederationError(
@@ -162,7 +162,7 @@ class Members:
 
 
 def read(reply: bytes | str) -> Envelope:
-    """A reply, or a sentence on why there is none."""
+    """Return a node's reply; raise an error if there is none."""
     if isinstance(reply, str):
         raise FederationError(reply)
     envelope = unseal(reply)
@@ -172,15 +172,15 @@ def read(reply: bytes | str) -> Envelope:
 
 
 def _check_form(header: Mapping[str, Any]) -> None:
-    """Refuse an introduction that is not of the form."""
+    """Reject a malformed introduction."""
     samples, targets, shape = header.get("samples"), header.get("targets"), header.get("shape")
     if type(samples) is not dict or sorted(samples) != ["test", "train", "val"]:
         raise FederationError("it does not say how many samples it has.")
     if any(type(number) is not int or number < 0 for number in samples.values()) or not samples["train"]:
-        raise FederationError(f"it says that it has {samples} samples.")
+        raise FederationError(f"it reports {samples} samples.")
     known = type(targets) is list and len(targets) == 2 and type(header.get("classes")) is int and "tokens" in header
     if not known or not _is_shape(shape) or not _is_shape(targets[0]):  # type: ignore[index]
-        raise FederationError("it does not say what its samples are like.")
+        raise FederationError("it does not describe its samples.")
     for name in (targets[1], header["tokens"]):  # type: ignore[index]
         if name is not None:
             dtype_named(name)
@@ -191,5 +191,5 @@ def _is_shape(value: Any) -> bool:
 
 
 def listed(clients: Sequence[int]) -> str:
-    """Numbers for a sentence, ten at most."""
+    """Format client numbers for a message, ten at most."""
     return ", ".join(map(str, clients[:10])) + (" and others" if len(clients) > 10 else "")

@@ -1,4 +1,4 @@
-"""Approval by a site's operator: method, settings and net of a run, and a fingerprint of all that."""
+"""The configuration of a run for a site's operator to approve: method, settings and net, with a fingerprint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from fl_lightning.callbacks.secure import SecureAggregationCallback
 from fl_lightning.engine import entries
 from fl_lightning.persistence import FREE
 from fl_lightning.remote.envelope import checksum
@@ -15,25 +16,25 @@ from fl_lightning.wire import Message, State
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
-#: Characters of a fingerprint.
+#: Number of characters of a fingerprint.
 DIGITS = 16
-#: What is said of a run in which nothing protects clients.
+#: Shown for a run without protection of clients.
 UNPROTECTED = "none: the server sees the messages of this client as they are"
-#: Settings that are the server's or of one machine alone.
+#: Settings that concern only the server or only one machine.
 LOCAL = (*FREE, "server_optimizer", "aggregation", "weighting")
 
 
 @runtime_checkable
 class Guard(Protocol):
-    """A callback that protects a client: where clients are sites, it works at each of them."""
+    """A callback that protects a client; with real sites it runs at each of them."""
 
     @property
     def guards(self) -> bool:
-        """Whether it has something to do at a client."""
+        """Whether it acts at a client."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Its contents as plain values."""
+        """Return its settings as plain values."""
         ...
 
     def install(self, method: FederatedModule) -> None:
@@ -46,9 +47,9 @@ class Guard(Protocol):
 
 
 class RunConfiguration(NamedTuple):
-    """All that decides what a client computes and sends, as plain values.
+    """Everything that determines what a client computes and sends, as plain values.
 
-    Both sides make it of their own configuration, before training; where the fingerprints differ the site refuses.
+    Both sides derive it from their own configuration before training; a site rejects a run with another fingerprint.
     """
 
     method: str
@@ -60,25 +61,27 @@ class RunConfiguration(NamedTuple):
 
     @classmethod
     def of(cls, method: FederatedModule, callbacks: Sequence[Any] = ()) -> RunConfiguration:
-        """The configuration of a method that was not trained yet.
+        """Return the configuration of an untrained method.
 
         Args:
             method: the method.
-            callbacks: those of the run; of them the ones count that protect clients.
+            callbacks: the run's callbacks, of which those that protect clients are included.
         """
-        settings = {name: _text(value) for name, value in sorted(method.hparams.items()) if name not in LOCAL}
+        secure = any(isinstance(one, SecureAggregationCallback) for one in callbacks)  # clients apply the weights
+        local = set(LOCAL) - {"weighting"} if secure else LOCAL
+        settings = {name: _text(value) for name, value in sorted(method.hparams.items()) if name not in local}
         guards = {type(one).__name__: one.settings() for one in callbacks if isinstance(one, Guard) and one.guards}
         net = f"{type(method.net).__name__} {checksum(entries(method.net))[:DIGITS]}"
         return cls(type(method).__name__, settings, net, method.seed, guards)
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of all of it."""
+        """Checksum of the configuration."""
         text = json.dumps(self._asdict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
     def lines(self) -> list[str]:
-        """The configuration for a person who is to approve it."""
+        """Format the configuration for the person who approves it."""
         given = ", ".join(f"{name} {value}" for name, value in self.settings.items() if value != "None")
         guards = [f"{name}: {', '.join(f'{k} {v}' for k, v in one.items())}" for name, one in self.guards.items()]
         return [

@@ -1,4 +1,4 @@
-"""State of a site between rounds, on its own disk: a version for every round, written whole or not at all."""
+"""Private state of a site on its own disk: one version per round, written atomically."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fl_lightning.errors import FederationError
 from fl_lightning.remote.envelope import seal, unseal
 from fl_lightning.snapshots import ClientSnapshot
 
-#: Versions before the one that the server counts on which are kept, for a server that is set back.
+#: Number of versions kept before the server's current one, for a server that resumes an earlier checkpoint.
 KEPT = 8
-#: Bytes of the random part of a version's name, and of the checksum at the end of its file.
+#: Size in bytes of the random part of a version's name, and of the checksum at the end of its file.
 RANDOM, CHECKSUM = 8, 32
 _VERSION = re.compile(rf"\d+-[0-9a-f]{{{2 * RANDOM}}}")
 
 
 def is_version(name: str) -> bool:
-    """Whether a text is the name of a version.
+    """Return whether a text is the name of a version.
 
     Example:
         >>> is_version("3-0123456789abcdef"), is_version("../3-0123456789abcdef")
@@ -32,12 +32,12 @@ def is_version(name: str) -> bool:
 class PrivateStore:
     """Versions of a client's private entries in a folder that only the site's user can read.
 
-    A version is named by how many rounds the client has trained and a random number, which tells the server nothing of
-    what is in the file. One that was damaged or exchanged is refused.
+    The name of a version consists of the number of rounds that the client has trained and a random number, which
+    reveals nothing about the contents. A damaged or replaced file is rejected.
 
     Args:
-        folder: where the files go; made if need be.
-        kept: how many versions before the one that the server counts on are kept.
+        folder: the folder; created if necessary.
+        kept: number of versions kept before the server's current one.
     """
 
     def __init__(self, folder: str | Path, kept: int = KEPT) -> None:
@@ -46,11 +46,12 @@ class PrivateStore:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise FederationError(
-                f"What the client keeps cannot be written to {self.folder} ({error.strerror}): name another folder."
+                f"The client's private state cannot be written to {self.folder} ({error.strerror}): name another "
+                "folder."
             ) from error
 
     def save(self, number: int, snapshot: ClientSnapshot) -> str:
-        """Write a new version and return its name, once it is on the disk."""
+        """Store a new version and return its name, once it is on the disk."""
         counters = [snapshot.rounds, snapshot.steps, snapshot.last_round]
         version = f"{snapshot.rounds}-{secrets.token_hex(RANDOM)}"
         header = {"number": number, "version": version, "counters": counters}
@@ -60,21 +61,21 @@ class PrivateStore:
             replace(self._path(number, version), data)
         except OSError as error:
             raise FederationError(
-                f"What the client keeps cannot be written to {self.folder} ({error.strerror}): free some space."
+                f"The client's private state cannot be written to {self.folder} ({error.strerror}): free some space."
             ) from error
         return version
 
     def load(self, number: int, version: str) -> ClientSnapshot:
-        """The version that the server counts on."""
+        """Load the version that the server refers to."""
         if not is_version(version):
-            raise FederationError(f"{version!r} is no version of what a client keeps.")
+            raise FederationError(f"{version!r} is not a version of a client's private state.")
         path = self._path(number, version)
         try:
             data = path.read_bytes()
         except OSError as error:
             raise FederationError(
-                f"The server counts on version {version} of what client {number} keeps, which is not in {self.folder}: "
-                "bring back the folder from a backup, or start a run of another name."
+                f"The server refers to version {version} of client {number}'s private state, which is not in "
+                f"{self.folder}: bring back the folder from a backup, or start a run of another name."
             ) from error
         if hashlib.sha256(data[:-CHECKSUM]).digest() != data[-CHECKSUM:]:
             raise FederationError(f"{path} was damaged: bring it back from a backup.")
@@ -84,11 +85,11 @@ class PrivateStore:
         return ClientSnapshot(parts["private"], *header["counters"])
 
     def prune(self, number: int, oldest: int) -> None:
-        """Remove versions of a number that are too old to be counted on again.
+        """Remove versions of a number that are too old to be needed again.
 
         Args:
-            number: whose versions.
-            oldest: rounds of the oldest version that the server counts on.
+            number: the number.
+            oldest: rounds of the oldest version that the server refers to.
         """
         for path in self.folder.glob(f"{number}.*.safetensors"):
             version = path.name.split(".")[1]
@@ -96,7 +97,7 @@ class PrivateStore:
                 path.unlink(missing_ok=True)
 
     def versions(self, number: int) -> list[str]:
-        """All versions of a number, the oldest first."""
+        """Return all versions of a number, oldest first."""
         found = (path.name.split(".")[1] for path in self.folder.glob(f"{number}.*.safetensors"))
         return sorted(found, key=lambda version: int(version.split("-")[0]))
 

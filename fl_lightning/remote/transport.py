@@ -1,4 +1,4 @@
-"""Transport of requests to sites and of replies back; Flower does it in :mod:`fl_lightning.flower`."""
+"""Interface to send requests to sites and receive replies; implemented for Flower in :mod:`fl_lightning.flower`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Protocol
 
 
 class Transport(Protocol):
-    """A way to nodes, each of which is one site. It knows bytes and names of nodes, nothing of what they mean."""
+    """A connection to nodes, each of which is one site. It transports bytes without interpreting them."""
 
     def present(self) -> list[str]:
-        """Names of the nodes that can be reached now."""
+        """Return the names of the nodes that can be reached now."""
         ...
 
     def post(self, requests: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, bytes | str]]:
-        """Send each node its request and yield every node once, with its reply or a sentence on why there is none.
+        """Send each node its request and yield every node once, with its reply or an error message.
 
         Args:
-            requests: what to send, by node.
-            seconds: how long to wait; what comes later is dropped.
+            requests: the request by node.
+            seconds: time limit; later replies are dropped.
         """
         ...
 
     def close(self) -> None:
-        """Let go of all nodes."""
+        """Close the connection to all nodes."""
         ...

@@ -66,10 +66,12 @@ def test_pages_are_filled_by_the_callbacks_that_are_on(board: Board) -> None:
     pages = {page["title"]: {chart["title"]: chart for chart in page["chart"]} for page in layout["category"]}
     assert set(pages) == {"Scores", "Fairness", "Privacy", "Communication", "Method"}
     accuracy = list(pages["Scores"])
-    assert {"mean over clients", "worst tenth of the clients", "majority and minority"} <= set(accuracy)
-    band = pages["Scores"]["clients: median, 10 % to 90 %"]["margin"]["series"][0]
-    assert band == {"value": "test/acc_median", "lower": "test/acc_low", "upper": "test/acc_high"}
-    assert {"gap between majority and minority", "variance over clients"} <= set(pages["Fairness"])
+    assert {"mean over clients (%)", "worst tenth of the clients (%)", "majority and minority (%)"} <= set(accuracy)
+    band = pages["Scores"]["clients: median, first to ninth decile (%)"]["margin"]["series"][0]
+    assert band == {
+        end: f"percent/test/acc_{tag}" for end, tag in (("value", "median"), ("lower", "low"), ("upper", "high"))
+    }
+    assert {"gap between majority and minority (%)", "variance over clients (%²)"} <= set(pages["Fairness"])
     assert {"factors: active", "agents: weight"} <= set(pages["Method"])
     assert len(accuracy) == len(set(accuracy)), "two runs share their charts"
 
@@ -98,14 +100,29 @@ def test_every_chart_finds_its_numbers(board: Board) -> None:
             for tag in chart.get("multiline", {}).get("tag", []):
                 query = "data/plugin/custom_scalars/scalars?run=WAFFLe&tag=" + quote(tag)
                 found = board.get(query)
-                if tag != "test/global_acc$":
+                if tag != "percent/test/global_acc$":
                     assert found["regex_valid"]
                     assert found["tag_to_events"], tag
 
 
+def test_shares_are_in_percent_and_bytes_in_megabytes_beside_what_was_logged(board: Board) -> None:
+    def series(tag: str) -> list[tuple[int, float]]:
+        found = board.get(f"data/plugin/scalars/scalars?run=FedAvg&tag={quote(tag)}")
+        return [(step, value) for _, step, value in found]
+
+    tags = board.get("data/plugin/scalars/tags")["FedAvg"]
+    pairs = [(tag, tag.partition("/")[2]) for tag in tags if tag.startswith(("percent/", "MB/"))]
+    assert {"percent/test/acc", "percent/test/gap", "MB/comm/up_total"} <= {tag for tag, _ in pairs}
+    for shown, logged in pairs:
+        factor = 100 if shown.startswith("percent/") else 1e-6
+        known = series(logged)
+        assert len(known) == 2
+        assert series(shown) == [(step, pytest.approx(factor * value, rel=1e-6)) for step, value in known], shown
+
+
 def test_histograms_and_images(board: Board) -> None:
     histograms = board.wait("data/plugin/histograms/tags", runs=2)
-    assert {"clients/acc", "clients/train_loss", "clients/update_norm"} <= set(histograms["FedAvg"])
+    assert {"percent/clients/acc", "clients/train_loss", "clients/update_norm"} <= set(histograms["FedAvg"])
     images = board.get("data/plugin/images/tags")
     expected = {"partition", "clients/accuracy_by_round", "clients/tsne_of_updates"}
     assert set(images["FedAvg"]) == expected
@@ -116,16 +133,16 @@ def test_runs_can_be_sorted_by_their_last_metrics(board: Board) -> None:
     query = {
         "experimentName": "",
         "allowedStatuses": ["STATUS_SUCCESS"],
-        "colParams": [{"metric": {"tag": "test/acc", "group": ""}, "order": "ORDER_DESC"}],
+        "colParams": [{"metric": {"tag": "percent/test/acc", "group": ""}, "order": "ORDER_DESC"}],
         "startIndex": 0,
         "sliceSize": 10,
     }
     groups = board.get("data/plugin/hparams/session_groups", query)["sessionGroups"]
     assert {group["hparams"]["Method"] for group in groups} == {"FedAvg", "WAFFLe"}
     assert all(group["hparams"]["lr"] == 0.1 for group in groups)
-    scores = [next(m["value"] for m in g["metricValues"] if m["name"]["tag"] == "test/acc") for g in groups]
+    scores = [next(m["value"] for m in g["metricValues"] if m["name"]["tag"] == "percent/test/acc") for g in groups]
     assert scores == sorted(scores, reverse=True)
-    last = board.get("data/plugin/scalars/scalars?tag=test/acc&run=" + groups[0]["sessions"][0]["name"])[-1][2]
+    last = board.get("data/plugin/scalars/scalars?tag=percent/test/acc&run=" + groups[0]["sessions"][0]["name"])[-1][2]
     assert scores[0] == pytest.approx(last)
 
 

@@ -69,11 +69,11 @@ def test_logs_every_round_and_at_the_test(tmp_path: Path) -> None:
     assert metrics == pytest.approx(by_hand(seen[-1]))
 
     events = EventAccumulator(board.log_dir, size_guidance={"histograms": 0}).Reload()
-    assert events.Tags()["histograms"] == ["test/acc_clients"]
-    histograms, curve = events.Histograms("test/acc_clients"), events.Scalars("test/acc_majority")
+    assert events.Tags()["histograms"] == ["percent/test/acc_clients"]
+    histograms, curve = events.Histograms("percent/test/acc_clients"), events.Scalars("test/acc_majority")
     assert [h.step for h in histograms] == [s.step for s in curve]
     assert [h.histogram_value.num for h in histograms] == [6, 6, 6]
-    assert histograms[-1].histogram_value.sum == pytest.approx(float(seen[-1].sum()))
+    assert histograms[-1].histogram_value.sum == pytest.approx(100 * float(seen[-1].sum()))
 
     (tested,) = trainer(callbacks=[FairnessCallback()], logger=False, default_root_dir=tmp_path).test(
         method, datamodule=data, verbose=False

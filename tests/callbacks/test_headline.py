@@ -83,7 +83,7 @@ def test_callbacks_follow_the_headline_metric(tmp_path: Path) -> None:
     assert "test/variance_corrected" not in logged
     folder = Path(loggers[0].log_dir)
     table = (folder / "fairness_test.md").read_text().splitlines()
-    assert table[0].startswith("| population | clients | rmse | worst tenth")
+    assert table[0].startswith("| population | clients | RMSE | worst tenth")
     assert float(table[2].split("|")[4]) == pytest.approx(float(errors[3]), rel=1e-4)
     record = json.loads((folder / "run.json").read_text())
     assert record["measure"] == {"name": "rmse", "higher_is_better": False, "share": False}
@@ -91,7 +91,7 @@ def test_callbacks_follow_the_headline_metric(tmp_path: Path) -> None:
     assert "test/rmse_worst10" in (Path(loggers[1].log_dir) / "metrics.csv").read_text().splitlines()[0]
     events = EventAccumulator(str(folder))
     events.Reload()
-    assert "clients/rmse_by_round" in events.Tags()["images"]
+    assert "clients/RMSE_by_round" in events.Tags()["images"]
     layout = str(events.Tensors(next(tag for tag in events.Tags()["tensors"] if "custom_scalars" in tag))[0])
     assert "test/rmse_worst10$" in layout
     assert "acc" not in layout
@@ -106,16 +106,16 @@ def test_runs_are_compared_by_the_headline_metric(tmp_path: Path, monkeypatch: p
         fit(regression(lr=rate, seed=seed), sites(), 2, callbacks=callbacks, logger=CSVLogger(tmp_path, name))
     main(["compare", "runs", "--quiet"])
     lines = Path("comparison/table.md").read_text().splitlines()
-    assert lines[0].startswith("Last round, rmse on the clients' own test samples")
+    assert lines[0].startswith("Last round, RMSE on the clients' own test samples")
     heads, slow, fast = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (lines[2], lines[4], lines[5]))
-    assert heads == ["run", "mean", "worst tenth", "variance", "mean mae", "mean r2", "rounds"]
+    assert heads == ["run", "mean", "worst tenth", "variance", "mean MAE", "mean R²", "rounds"]
     mean, worst = (re.fullmatch(r"\*\*(.+)\*\*", cell) for cell in fast[1:3])
     assert mean is not None
     assert worst is not None
     assert float(mean[1].split()[0]) < float(slow[1].split()[0])
     assert float(worst[1].split()[0]) > float(mean[1].split()[0])
     report = Path("comparison/report.html").read_text()
-    assert "How many clients end with which rmse" in report
+    assert "How many clients end with which RMSE" in report
     assert "accuracy" not in report.lower()
 
 
@@ -152,4 +152,4 @@ class Noted(Callback):
 def test_progress_names_what_counts() -> None:
     bar = RoundProgress(quiet=True)
     run = fit(regression(), sites(), 1, callbacks=[bar], enable_progress_bar=True)
-    assert bar._score == f"test rmse {float(run.callback_metrics['test/rmse']):.4g}"
+    assert bar._score == f"test RMSE {float(run.callback_metrics['test/rmse']):.4g}"

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 
 from fl_lightning.callbacks import MembershipInferenceCallback
@@ -65,6 +66,22 @@ def test_attacks_on_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("saved/run.ckpt").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("client_membership", {"memory": 2}), ("property", {"shadows": 8}), ("imprint", {"place": "front", "clients": 1})],
+)
+def test_attacks_on_clients_as_a_whole_and_by_a_crafting_server(
+    name: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--config", QUICKSTART, "--model.engine=stacked", "--model.epochs=2"]
+    main(["fit", *run, *QUIET, "--trainer.max_epochs=1", f"--trainer.callbacks={SAVER}"])
+    capsys.readouterr()
+    main(["attack", *run, "--ckpt_path", "saved/run.ckpt", "--attack", name, "--options", json.dumps(options)])
+    assert f"# {name} on FedAvg after 1 rounds" in capsys.readouterr().out
+    (report,) = json.loads(Path(f"runs/attack/attack_{name}.json").read_text())
+    assert report["rows"]
+
+
 def test_the_configuration_that_a_run_saved_serves_the_attack_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named as a reader of the README would, and as the process's own arguments, of which Lightning does not warn."""
     logs = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "runs"]
@@ -82,9 +99,9 @@ def test_the_configuration_that_a_run_saved_serves_the_attack_on_it(monkeypatch:
 
 def test_what_cannot_be_attacked(capsys: pytest.CaptureFixture[str]) -> None:
     attack = ["attack", "--config", QUICKSTART]
-    assert "Say which run is attacked" in refused(capsys, *attack)
+    assert "The attacked run is missing" in refused(capsys, *attack)
     assert "--dry_run is an option of fit" in refused(capsys, *attack, "--ckpt_path", "no.ckpt", "--dry_run")
-    assert "--ckpt_path takes a file" in refused(capsys, *attack, "--ckpt_path", "best")
+    assert "--ckpt_path best is not known here" in refused(capsys, *attack, "--ckpt_path", "best")
     assert "There is no checkpoint no.ckpt" in refused(capsys, *attack, "--ckpt_path", "no.ckpt")
     assert "expected one of membership, inversion, leakage" in refused(capsys, *attack, "--attack", "bribery")
     options = ["--ckpt_path", "no.ckpt", "--options", '{"bribe": 3}']
@@ -93,7 +110,17 @@ def test_what_cannot_be_attacked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "There is no view 'spy': choose among outsider" in refused(capsys, *attack, *views)
 
 
-@pytest.mark.parametrize(("name", "option"), [("membership", "shadows"), ("inversion", "starts"), ("leakage", "steps")])
+OPTIONS = {
+    "membership": "shadows",
+    "inversion": "starts",
+    "leakage": "steps",
+    "client_membership": "references",
+    "property": "label",
+    "imprint": "bins",
+}
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS.items())
 def test_options_of_an_attack_have_types(name: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("many", 1.5):
         with pytest.raises(SystemExit) as end:
@@ -107,7 +134,7 @@ def test_a_lightning_that_knows_no_weights_only(
 ) -> None:
     """Lightning before 2.6: the checkpoint is looked for, not the argument refused."""
 
-    class Older(attack.Trainer):
+    class Older(lightning.pytorch.Trainer):
         def test(
             self,
             model: Any = None,
@@ -118,7 +145,7 @@ def test_a_lightning_that_knows_no_weights_only(
         ) -> Any:
             return super().test(model, dataloaders, ckpt_path, verbose, datamodule)
 
-    monkeypatch.setattr(attack, "Trainer", Older)
+    monkeypatch.setattr(lightning.pytorch, "Trainer", Older)
     argv = ["attack", "--config", QUICKSTART, "--ckpt_path", "no.ckpt", "--weights_only", "true"]
     assert "There is no checkpoint no.ckpt" in refused(capsys, *argv)
 

@@ -106,7 +106,7 @@ def test_a_dry_run_says_what_the_run_then_does() -> None:
 def test_dry_run_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(["fit", "--config", "quickstart", "--dry_run"])
     shown = capsys.readouterr().out
-    for words in ("10, 5 of them in a round", "rounds           20", "a round", "estimated time"):
+    for words in ("10, 5 per round", "rounds           20", "per round", "estimated time"):
         assert words in shown
     assert list(Path().iterdir()) == []
     with pytest.raises(SystemExit):

@@ -134,8 +134,8 @@ def test_the_report_says_data_units_and_names_in_words(make: Maker, tmp_path: Pa
     assert mean["lines"][0] == [[1.0, 2.0], [30.0, pytest.approx(80.0)]]
     assert not any("/" in title for title in found)
     assert "<dt>clients</dt><dd>4</dd>" in text
-    assert "<dt>seeds</dt><dd>0; one each, so no differences are marked</dd>" in text
-    assert "<th>MB up, in a round</th>" in text
+    assert "<dt>seeds</dt><dd>0; one for each, so no differences are marked</dd>" in text
+    assert "<th>MB sent up, in a round</th>" in text
     assert "<td>1.5</td>" in text
     assert "val/" not in text
     assert "comm/" not in text
@@ -246,10 +246,12 @@ def test_runs_with_tensorboards_events_alone(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path / "old")) as writer:
         for step, value in enumerate((0.5, 0.75)):
             writer.add_scalar("test/acc", value, step)
+            writer.add_scalar("percent/test/acc", 100 * value, step)
             writer.add_scalar("comm/up_bytes", 10, step)
             writer.add_scalar("comm/down_bytes", 20, step)
     (run,) = find([str(tmp_path)])
     assert run.final["test/acc"] == 0.75
+    assert set(run.curves) == {"test/acc", "comm/up_bytes", "comm/down_bytes"}
     assert run.traffic == (20, 40)
     main(["compare", str(tmp_path), "--out", str(tmp_path / "out"), "--quiet"])
     assert "Learning-curves" in (tmp_path / "out" / "report.html").read_text()

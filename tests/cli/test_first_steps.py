@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fl_lightning import methods, noise
+from fl_lightning import methods, quiet
 from fl_lightning.cli import demo, main
 from fl_lightning.cli.lightning import FederatedCLI
 from fl_lightning.cli.lists import METHODS, plain
@@ -113,12 +113,12 @@ def test_adverts_are_kept_back_and_nothing_else(
     monkeypatch.setattr(logger, "filters", [])
     monkeypatch.setattr(logging.getLogger("lightning_utilities.core.rank_zero"), "filters", [])
     monkeypatch.setenv("FL_LIGHTNING_NOISE", "1")
-    noise.hush()
+    quiet.hush()
     assert not logger.filters
     monkeypatch.delenv("FL_LIGHTNING_NOISE")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        noise.hush()
+        quiet.hush()
         for number in (1, 7):
             text = f"The number of training batches ({number}) is smaller than the logging interval"
             warnings.warn(text, stacklevel=1)

@@ -75,9 +75,9 @@ def test_last_goes_on_with_the_newest_run_of_the_configuration(capsys: pytest.Ca
     capsys.readouterr()
     main([*QUICKSTART, "--trainer.max_epochs=4", "--ckpt_path", "last"])
     first = "runs/quickstart/version_0/checkpoints/last.ckpt"
-    assert f"fl-lightning: going on from {first}." in capsys.readouterr().err
+    assert f"fl-lightning: resuming from {first}." in capsys.readouterr().err
     main([*QUICKSTART, "--trainer.max_epochs=5", "--ckpt_path", "last"])
-    assert "going on from runs/quickstart/version_2/checkpoints/last.ckpt" in capsys.readouterr().err
+    assert "resuming from runs/quickstart/version_2/checkpoints/last.ckpt" in capsys.readouterr().err
     main([*QUICKSTART, "--trainer.max_epochs=5"])
     resumed, whole = (Path(f"runs/quickstart/version_{number}") for number in (3, 4))
     states = [
@@ -92,5 +92,5 @@ def test_last_goes_on_with_the_newest_run_of_the_configuration(capsys: pytest.Ca
 def test_last_without_such_a_run_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
         main([*QUICKSTART, "--trainer.max_epochs=1", "--ckpt_path", "last"])
-    assert "going on" not in capsys.readouterr().err
+    assert "resuming" not in capsys.readouterr().err
     assert rounds(Path("runs/quickstart/version_0/checkpoints/last.ckpt")) == 1

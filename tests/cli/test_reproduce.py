@@ -80,7 +80,7 @@ def test_ctrl_c_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.raises(SystemExit) as end:
         main(["reproduce", TABLE, "--only", "dataset=mnist", "method=fedavg", "--jobs", "2"])
     assert end.value.code == 130
-    assert capsys.readouterr().err == "fl-lightning: Stopped: finished runs are kept, and the same command goes on.\n"
+    assert capsys.readouterr().err == "fl-lightning: Stopped: finished runs are kept; repeat the command to continue.\n"
 
 
 def test_the_command_writes_records_and_nothing_else(
@@ -130,7 +130,7 @@ def test_records_outlive_their_runs(
     # Elsewhere another seed is run, and the record of the first is enough to add it to the table.
     second = run(tmp_path / "two", config, 1)
     main(["reproduce", TABLE, *FEDAVG, "--seeds", "0", "1", "--runs", "two"])
-    said = "2 runs, 0 of them to do, 1 at a time (1 taken from results: with another --results they run again)"
+    said = "2 runs, 0 to do, 1 in parallel (1 taken from results: with another --results they run again)"
     assert said in " ".join(capsys.readouterr().out.split())
     assert [Records(Path("results")).result(config, seed) for seed in (0, 1)] == [first, second]
 

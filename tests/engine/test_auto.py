@@ -36,7 +36,7 @@ class _Clock:
         return SimpleNamespace(engine=SimpleNamespace(name=name), run=run)
 
 
-def test_what_an_engine_does_once_a_round_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setup_cost_of_a_round_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that are made ready for a whole round take longer than the few steps of a probe."""
     clock = _Clock(monkeypatch)
     probes = [clock.probe("sequential", 0.01, 0.02), clock.probe("captured", 0.06, 0.01)]
@@ -53,7 +53,7 @@ def test_what_an_engine_does_once_a_round_counts_once(monkeypatch: pytest.Monkey
     [(0.5, 0.51, "captured"), (0.5, 0.6, "stacked"), (0.98, 0.99, "sequential"), (0.98, 0.9, "captured")],
     ids=str,
 )
-def test_a_capture_need_not_win_from_what_it_was_captured_from(
+def test_captured_is_preferred_to_stacked_within_the_margin(
     monkeypatch: pytest.MonkeyPatch, stacked: float, captured: float, chosen: str
 ) -> None:
     """A busy machine makes the two change places, and a whole run pays for it."""
@@ -73,7 +73,7 @@ def test_a_round_has_the_steps_of_its_largest_client_and_longest_phase() -> None
     assert auto.round_steps(method, data.federation, jobs) == 7
 
 
-def test_clients_that_take_no_step() -> None:
+def test_no_probe_if_no_client_takes_a_step() -> None:
     method = Idle(net=mlp())
     fit(method, blobs(), rounds=1)
     assert (method.engine.choice, method.engine.reason) == ("sequential", "no client takes a step")  # type: ignore[attr-defined]
@@ -113,13 +113,13 @@ def test_long_steps_that_lose_clearly_are_not_traced(
     ],
     ids=str,
 )
-def test_what_is_not_a_number_or_not_a_float_counts_as_well(left: Any, right: Any, expected: float) -> None:
+def test_disagreement_of_nan_and_integers(left: Any, right: Any, expected: float) -> None:
     """And is not forgotten over a later tensor that agrees."""
     one, other = ([Result({"w": torch.tensor(w), "v": torch.ones(1)}, 0.0, 1)] for w in (left, right))
     assert auto.disagreement(one, other) == pytest.approx(expected)
 
 
-def test_nothing_is_traced_where_stacking_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_traced_if_stacked_steps_are_long_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "LENGTHY", 0.0)
     monkeypatch.setattr(auto, "CLEARLY", 0.0)
     monkeypatch.setattr(auto.CapturedEngine, "mapped", lambda *_: pytest.fail("a step was traced"))
@@ -129,7 +129,7 @@ def test_nothing_is_traced_where_stacking_is_hopeless(monkeypatch: pytest.Monkey
     assert "stacked steps are long" in method.engine.reason  # type: ignore[attr-defined]
 
 
-def test_rounding_that_an_optimizer_blows_up_refuses_no_engine() -> None:
+def test_rounding_amplified_by_an_optimizer_rejects_no_engine() -> None:
     """A bias before a normalisation has no gradient but rounding, of which Adam makes whole steps."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

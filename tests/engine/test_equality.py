@@ -79,7 +79,7 @@ class Chunked(nn.Module):
         return x @ (a.T @ self.c) + x @ b.T
 
 
-def test_a_captured_update_does_not_read_what_another_has_written() -> None:
+def test_a_captured_update_does_not_read_entries_that_another_has_changed() -> None:
     runs = []
     for engine in ("stacked", "captured"):
         method = PFedMe(seeded(Chunked), lr=0.05, personal_lr=0.05, epochs=2, batch_size=8, engine=engine)
@@ -88,7 +88,7 @@ def test_a_captured_update_does_not_read_what_another_has_written() -> None:
     assert differ(*runs) < 1e-12
 
 
-def test_no_method_is_forgotten() -> None:
+def test_every_method_is_tested() -> None:
     assert set(METHODS) == {kind for kind in vars(methods).values() if isinstance(kind, type)}
 
 
@@ -109,7 +109,7 @@ def test_captured_steps_may_have_constants() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
-def test_what_changes_between_steps_is_not_frozen(engine: str) -> None:
+def test_values_that_change_between_steps_are_not_frozen(engine: str) -> None:
     """A loss scaled by a schedule that changes at every step, epoch and round, against a loop by hand."""
 
     class Scheduled(FedAvg):
@@ -139,7 +139,7 @@ def test_what_changes_between_steps_is_not_frozen(engine: str) -> None:
     assert largest_difference(weights(method), net.state_dict()) < 1e-9
 
 
-def test_seldom_seen_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rare_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until they would have paid off, by the round and the clients' sizes alone: a resumed run does the same."""
 
     made: list[int] = []
@@ -168,7 +168,7 @@ def test_compiled_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(getattr(run, "__name__", "") == "checked" for run in made)
 
 
-def test_captured_steps_are_traced_anew_for_the_next_run() -> None:
+def test_traces_are_dropped_between_runs() -> None:
     method = FedProx(mlp(), mu=0.0, lr=0.1, engine="captured")
     fit(method, blobs(), rounds=1)
     method.mu = 5.0
@@ -212,7 +212,7 @@ def test_threads_do_not_matter(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
-def test_a_client_trains_the_same_whoever_else_does(engine: str) -> None:
+def test_a_client_trains_the_same_in_any_cohort(engine: str) -> None:
     """Streams belong to the client: it does not notice the rest of the cohort."""
     alone = trained(Local, "dropout", sizes=(19,), engine=engine)
     together = trained(Local, "dropout", sizes=(19, 9, 16, 8), engine=engine)
@@ -221,7 +221,7 @@ def test_a_client_trains_the_same_whoever_else_does(engine: str) -> None:
 
 
 @pytest.mark.parametrize("most", [0, StackSamples.most])
-def test_samples_that_are_kept_for_a_round_are_those_gathered_at_every_step(
+def test_samples_cached_for_a_round_equal_those_gathered_at_every_step(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Augmented ones are never kept: they change with every epoch."""
@@ -290,7 +290,7 @@ class Averaging(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["auto", "sequential"])
-def test_buffers_that_are_no_entries_do_not_pass_from_client_to_client(engine: str) -> None:
+def test_non_persistent_buffers_do_not_leak_between_clients(engine: str) -> None:
     methods = [Local(seeded(Averaging), lr=0.1, batch_size=8, engine=engine) for _ in range(2)]
     fit(methods[0], blobs((19,)), rounds=1)
     fit(methods[1], blobs((19, 24, 8)), rounds=1)

@@ -1,4 +1,4 @@
-"""Captured steps are made lean without changing what they compute."""
+"""Optimised captured steps compute the same as the original ones."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fl_lightning.engine.graph import Lean, lean
+from fl_lightning.engine.graph import OptimizedStep, optimize
 from fl_lightning.local_optim import Product
 
 
-def made_lean(step: Callable[..., list[Tensor]], *inputs: Tensor, states: int, changes: dict[int, int]) -> Lean:
-    return lean(make_fx(step, tracing_mode="fake")(*inputs), states, changes)
+def optimized(
+    step: Callable[..., list[Tensor]], *inputs: Tensor, states: int, changes: dict[int, int]
+) -> OptimizedStep:
+    return optimize(make_fx(step, tracing_mode="fake")(*inputs), states, changes)
 
 
-def run(made: Lean, inputs: list[Tensor], states: int) -> list[Any]:
+def run(made: OptimizedStep, inputs: list[Tensor], states: int) -> list[Any]:
     bound = made.bind(*inputs[:states])
     return made.outputs(made.run(*bound, *inputs))
 
@@ -27,7 +29,7 @@ def operations(function: Callable[..., Any]) -> int:
     return sum(node.op == "call_function" for node in function.__self__.graph.nodes)  # type: ignore[attr-defined]
 
 
-def test_a_product_is_left_to_the_update_also_when_transposed() -> None:
+def test_products_stay_unevaluated_even_if_transposed() -> None:
     w, x, g = torch.randn(3, 4, 5), torch.randn(3, 2, 5), torch.randn(3, 2, 4)
 
     def step(w: Tensor, x: Tensor, g: Tensor) -> list[Tensor]:
@@ -35,21 +37,21 @@ def test_a_product_is_left_to_the_update_also_when_transposed() -> None:
         turned = torch.bmm(x.transpose(1, 2), g).transpose(1, 2)
         return [torch.bmm(x, w.transpose(1, 2)).sum(), straight, turned]
 
-    made = made_lean(step, w, x, g, states=1, changes={1: 0, 2: 0})
+    made = optimized(step, w, x, g, states=1, changes={1: 0, 2: 0})
     assert made.products.keys() == {1, 2}
     loss, *products = run(made, [w, x, g], 1)
     torch.testing.assert_close([loss, *(torch.bmm(p.left, p.right) for p in products)], step(w, x, g))
     assert all(isinstance(p, Product) for p in products)
 
 
-def test_a_product_with_the_state_itself_is_multiplied_out() -> None:
+def test_a_product_with_the_state_itself_is_evaluated() -> None:
     """Else one update would read what another has just written."""
     w, x = torch.randn(3, 4, 5), torch.randn(3, 2, 4)
 
     def step(w: Tensor, x: Tensor) -> list[Tensor]:
         return [x.sum(), torch.bmm(x, w), torch.bmm(x, 2 * w)]
 
-    made = made_lean(step, w, x, states=1, changes={1: 0, 2: 0})
+    made = optimized(step, w, x, states=1, changes={1: 0, 2: 0})
     assert made.products.keys() == {2}  # a copy of the state may be used
 
 
@@ -65,24 +67,24 @@ def test_a_product_with_the_state_itself_is_multiplied_out() -> None:
         lambda w: w.unfold(1, 2, 2)[:, 0].mT,
     ],
 )
-def test_a_product_with_a_part_of_the_state_is_multiplied_out(part: Callable[[Tensor], Tensor]) -> None:
+def test_a_product_with_a_view_of_the_state_is_evaluated(part: Callable[[Tensor], Tensor]) -> None:
     """However it was taken out: it changes with the state."""
     w, v, x = torch.randn(3, 4, 5), torch.randn(3, 4, 5), torch.randn(3, 4, 2)
 
     def step(w: Tensor, v: Tensor, x: Tensor) -> list[Tensor]:
         return [x.sum(), torch.bmm(x, part(w)), w, torch.bmm(x, 2 * part(w))]
 
-    assert made_lean(step, w, v, x, states=2, changes={1: 1, 2: 0, 3: 1}).products.keys() == {3}
+    assert optimized(step, w, v, x, states=2, changes={1: 1, 2: 0, 3: 1}).products.keys() == {3}
 
 
-def test_a_product_that_is_used_otherwise_is_multiplied_out() -> None:
+def test_a_product_with_other_uses_is_evaluated() -> None:
     w, x = torch.randn(3, 4, 5), torch.randn(3, 2, 4)
 
     def step(w: Tensor, x: Tensor) -> list[Tensor]:
         product = torch.bmm(x, 2 * w)
         return [product.sum(), product, product.reshape(3, 10)]
 
-    assert made_lean(step, w, x, states=1, changes={1: 0, 2: 0}).products == {}
+    assert optimized(step, w, x, states=1, changes={1: 0, 2: 0}).products == {}
 
 
 def pieces() -> list[Tensor]:
@@ -101,9 +103,9 @@ def sums(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tens
 
 
 @pytest.mark.parametrize("output", [1, 2, 3])
-def test_what_is_added_to_a_product_is_left_to_the_update_too(output: int) -> None:
+def test_summands_of_a_product_stay_unevaluated(output: int) -> None:
     inputs = pieces()
-    made = made_lean(lambda *given: [sums(*given)[0], sums(*given)[output]], *inputs, states=3, changes={1: 0})
+    made = optimized(lambda *given: [sums(*given)[0], sums(*given)[output]], *inputs, states=3, changes={1: 0})
     _, product = run(made, inputs, 3)
     assert isinstance(product, Product)
     w, expected = inputs[0].clone(), sums(*inputs)[output]
@@ -114,23 +116,23 @@ def test_what_is_added_to_a_product_is_left_to_the_update_too(output: int) -> No
     torch.testing.assert_close(velocity, 0.5 + expected - product.own * inputs[0])
 
 
-def test_a_sum_of_products_is_added_up_at_once() -> None:
+def test_a_sum_of_products_is_evaluated() -> None:
     inputs = pieces()
 
     def step(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tensor) -> list[Tensor]:
         return [g.sum(), torch.bmm(g.transpose(1, 2), x) + torch.bmm(g.transpose(1, 2), 2 * x)]
 
-    assert made_lean(step, *inputs, states=3, changes={1: 0}).products == {}
+    assert optimized(step, *inputs, states=3, changes={1: 0}).products == {}
 
 
-def test_a_product_may_change_two_entries_but_no_sum_reads_what_another_writes() -> None:
+def test_a_product_may_change_two_entries_but_no_sum_reads_a_changed_entry() -> None:
     inputs = pieces()
 
     def twice(w: Tensor, anchor: Tensor, total: Tensor, g: Tensor, x: Tensor, a: Tensor) -> list[Tensor]:
         product = torch.bmm(g.transpose(1, 2), x)
         return [g.sum(), product + anchor, product]
 
-    made = made_lean(twice, *inputs, states=3, changes={1: 0, 2: 2})
+    made = optimized(twice, *inputs, states=3, changes={1: 0, 2: 2})
     assert made.products.keys() == {1, 2}
     _, first, second = run(made, inputs, 3)
     torch.testing.assert_close(torch.bmm(second.left, second.right), twice(*inputs)[2])
@@ -141,20 +143,20 @@ def test_a_product_may_change_two_entries_but_no_sum_reads_what_another_writes()
         product = torch.bmm(g.transpose(1, 2), x)
         return [g.sum(), product + total, product]
 
-    assert made_lean(crossed, *inputs, states=3, changes={1: 0, 2: 2}).products == {}
+    assert optimized(crossed, *inputs, states=3, changes={1: 0, 2: 2}).products == {}
     # So it is with an entry that is replaced.
     traced = make_fx(twice, tracing_mode="fake")(*inputs)
-    assert lean(traced, 3, {1: 0, 2: 2}, written=[1]).products == {}
+    assert optimize(traced, 3, {1: 0, 2: 2}, written=[1]).products == {}
 
 
-def test_views_of_the_state_and_constants_are_made_once_and_follow_its_changes() -> None:
+def test_views_of_the_state_and_constants_are_computed_once_and_stay_valid() -> None:
     w, x = torch.randn(3, 4, 5), torch.randn(3, 2, 5)
 
     def step(w: Tensor, x: Tensor) -> list[Tensor]:
         same = w.transpose(1, 2).transpose(1, 2).expand(3, 4, 5).view(3, 4, 5)
         return [torch.bmm(x, same.transpose(1, 2)) + torch.zeros_like(x).sum() + torch.zeros_like(x).sum()]
 
-    made = made_lean(step, w, x, states=1, changes={})
+    made = optimized(step, w, x, states=1, changes={})
     assert operations(made.bind) == 3  # one transpose, one constant and its sum
     assert operations(made.run) == 3  # the product, two additions
     bound = made.bind(w)
@@ -162,14 +164,14 @@ def test_views_of_the_state_and_constants_are_made_once_and_follow_its_changes()
     torch.testing.assert_close(made.run(*bound, w, x)[0], step(w, x)[0])
 
 
-def test_what_is_drawn_is_drawn_at_every_step() -> None:
+def test_random_operations_run_at_every_step() -> None:
     x = torch.randn(3)
-    made = made_lean(lambda x: [x + torch.bernoulli(torch.full_like(x, 0.5))], x, states=0, changes={})
+    made = optimized(lambda x: [x + torch.bernoulli(torch.full_like(x, 0.5))], x, states=0, changes={})
     assert (operations(made.bind), operations(made.run)) == (1, 2)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_what_is_written_to_is_not_merged(order: str) -> None:
+def test_mutated_graphs_are_not_merged(order: str) -> None:
     x = torch.randn(3)
 
     def step(x: Tensor) -> list[Tensor]:
@@ -181,12 +183,12 @@ def test_what_is_written_to_is_not_merged(order: str) -> None:
             one.add_(x)
         return [one, total]
 
-    made = made_lean(step, x, states=0, changes={})
+    made = optimized(step, x, states=0, changes={})
     for _ in range(2):
         torch.testing.assert_close(run(made, [x], 0), step(x))
 
 
-def test_operations_are_called_by_cheaper_names_with_the_same_arguments() -> None:
+def test_operations_are_replaced_by_cheaper_equivalent_calls() -> None:
     """Also those whose first argument is a number."""
 
     def step(x: Tensor) -> list[Tensor]:
@@ -194,6 +196,6 @@ def test_operations_are_called_by_cheaper_names_with_the_same_arguments() -> Non
         return [scaled.transpose(1, 2).sum((0, 1)), scaled.mean([1, 2], True).view(-1), torch.bmm(scaled, scaled.mT)]
 
     x = torch.rand(3, 4, dtype=torch.float64)
-    made = made_lean(step, x, states=0, changes={})
+    made = optimized(step, x, states=0, changes={})
     torch.testing.assert_close(made.run(*made.bind(), x), step(x))
     assert "torch.bmm(" in made.run.__self__.code  # type: ignore[attr-defined]

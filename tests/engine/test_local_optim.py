@@ -118,7 +118,7 @@ def test_rates_change_from_step_to_step(engine: str, schedule: Any, by: Any, nam
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "rmsprop"])
-def test_what_is_kept_goes_on(engine: str, name: str) -> None:
+def test_kept_optimizer_state_continues(engine: str, name: str) -> None:
     """Two rounds with the moments kept are one optimizer; one client of the stack is new in the second."""
     rule, make = OPTIMIZERS[name]
     local = LocalTraining(LR, 1, 8, optimizer=rule, keep_optimizer=True)
@@ -132,11 +132,11 @@ def test_what_is_kept_goes_on(engine: str, name: str) -> None:
     assert difference(first[0].optimizer, train(local, "sequential")[0].optimizer) < 1e-12
 
 
-def test_nothing_is_kept_unless_asked() -> None:
+def test_optimizer_state_is_not_kept_by_default() -> None:
     assert train(LocalTraining(LR, optimizer="Adam"), "stacked")[0].optimizer == {}
 
 
-def test_workers_step_and_keep_alike() -> None:
+def test_workers_step_and_keep_optimizer_state_like_one_process() -> None:
     local = LocalTraining(LR, 1, 8, optimizer=AdamW(), keep_optimizer=True)
     module, federation = method(local), blobs(seed=1).federation
     jobs = [Job(client, module.server_state()) for client in range(len(RAGGED))]
@@ -151,7 +151,7 @@ def test_workers_step_and_keep_alike() -> None:
         pool.reset()
 
 
-def test_entries_that_pause_do_not_count() -> None:
+def test_steps_are_counted_per_entry() -> None:
     """An entry's moments are corrected for its own steps, as torch.optim's are."""
     rule, entries = Adam(), {"a": torch.tensor([1.0, 2.0]).double(), "b": torch.tensor([3.0]).double()}
     own = {name: nn.Parameter(value.clone()) for name, value in entries.items()}
@@ -171,7 +171,7 @@ def test_entries_that_pause_do_not_count() -> None:
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64)])
 @pytest.mark.parametrize("rule", [SGD(), SGD(0.9, 0.1), SGD(0.9, 0.1, True), AdamW(), RMSprop()])
-def test_products_step_as_if_multiplied_out(rule: LocalOptimizer, lr: Any) -> None:
+def test_steps_with_products_equal_steps_with_dense_gradients(rule: LocalOptimizer, lr: Any) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -221,11 +221,11 @@ def test_a_copy_of_an_entry_belongs_to_its_group() -> None:
 @pytest.mark.parametrize(
     "rule", [SGD(0.9, 0.1, True), Adam(), RMSprop(centered=True), Groups((Group(("w",), AdamW()),))]
 )
-def test_descriptions_make_the_same_again(rule: LocalOptimizer) -> None:
+def test_descriptions_round_trip(rule: LocalOptimizer) -> None:
     assert local_optim.made(json.loads(json.dumps(rule.describe()))) == rule
 
 
-def test_options_reach_what_is_named() -> None:
+def test_options_reach_the_named_optimizer() -> None:
     assert LocalTraining(optimizer="AdamW", weight_decay=0.3).rule == AdamW(weight_decay=0.3)
     assert LocalTraining(optimizer="AdamW").weight_decay == 0.01
     assert LocalTraining(momentum=0.5).rule == SGD(0.5)
@@ -246,7 +246,7 @@ def test_options_reach_what_is_named() -> None:
         ({"schedule_by": "day"}, r"schedule_by must be round, epoch or step"),
     ],
 )
-def test_options_that_cannot_be_meant(options: dict[str, Any], sentence: str) -> None:
+def test_contradictory_options_are_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         LocalTraining(**options)
 
@@ -299,7 +299,7 @@ def test_moves_know_the_rate_of_their_step(engine: str, by: Any) -> None:
             assert difference(one.state, other.state) < 1e-12
 
 
-def test_what_is_not_plain_is_named() -> None:
+def test_options_that_differ_from_plain_sgd_are_named() -> None:
     assert not LocalTraining(momentum=0.9).not_plain
     assert not LocalTraining(schedule=Linear()).not_plain
     assert LocalTraining(optimizer="Adam").not_plain.startswith("optimizer=Adam(")
@@ -307,7 +307,7 @@ def test_what_is_not_plain_is_named() -> None:
     assert LocalTraining(schedule=Linear(), schedule_by="step").not_plain == "schedule_by='step'"
 
 
-def test_settings_are_described_in_plain_values() -> None:
+def test_settings_are_described_as_plain_values() -> None:
     assert "optimizer" not in LocalTraining().described()
     told = json.loads(json.dumps(LocalTraining(optimizer="AdamW", schedule=WarmUp(2, then=Cosine())).described()))
     assert told["optimizer"]["class_path"] == "fl_lightning.local_optim.AdamW"

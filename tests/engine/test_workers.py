@@ -99,7 +99,7 @@ class Killer(FederatedCallback):
 
 
 @pytest.mark.filterwarnings("ignore:Worker 0")
-def test_a_worker_that_dies_is_started_anew_once() -> None:
+def test_a_worker_that_dies_is_restarted_once() -> None:
     method = FedAvg(mlp(), **SETTINGS, engine="captured", workers=2)
     with pytest.warns(UserWarning, match=r"Worker 0 \(process \d+\) died"):
         fit(method, blobs(), rounds=3, callbacks=[Killer(always=False)])
@@ -122,7 +122,7 @@ def test_a_worker_that_dies_again_ends_the_run_with_its_name_and_a_resume_is_exa
 
 @pytest.mark.parametrize(("code", "says"), [(1, "could not start.*if __name__ == '__main__'"), (-9, "died twice")])
 @pytest.mark.filterwarnings("ignore:Worker 0")
-def test_a_worker_that_cannot_start_is_not_one_that_was_killed(code: int, says: str) -> None:
+def test_a_worker_that_cannot_start_is_not_restarted(code: int, says: str) -> None:
     class Gone(_Worker):
         def _launch(self) -> None:
             self.connection, other = torch.multiprocessing.Pipe()
@@ -215,7 +215,7 @@ def test_a_worker_that_hangs_ends_the_run_with_its_name_and_is_gone() -> None:
             seen.extend(worker.process for worker in pl_module.engine._pool)
 
     with pytest.raises(
-        FederationError, match=r"Worker 1 \(process \d+\) has not taken a step for 0\.5 seconds while it"
+        FederationError, match=r"Worker 1 \(process \d+\) has taken no step for 0\.5 seconds while training"
     ):
         fit(method, blobs(), rounds=3, callbacks=[Stopper(), Look()])
     method.engine.reset()
@@ -238,7 +238,7 @@ def test_a_slow_worker_does_not_hang() -> None:
     assert method.completed_rounds == 1
 
 
-def test_a_signal_is_acted_on_while_workers_work() -> None:
+def test_signals_are_handled_while_workers_train() -> None:
     def stop() -> None:
         raise SystemExit(143)
 
@@ -268,7 +268,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a stopped process ends with its parent on Linux alone")
-def test_nothing_is_left_of_a_run_that_is_killed_while_a_worker_is_stopped(tmp_path: Path) -> None:
+def test_no_process_survives_a_run_that_is_killed_while_a_worker_is_stopped(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     root = str(Path(__file__).parent.parent.parent)

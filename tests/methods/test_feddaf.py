@@ -544,7 +544,7 @@ def test_weights_and_server_time_are_logged() -> None:
             {"net": mlp(), "feature_stats": False},
             "MLP has none: take a net that has some, such as LeNetBN, or set add_n",
         ),
-        ({"net": mlp(hidden=()), "add_norm": True}, "MLP has no layer to put normalisation after"),
+        ({"net": mlp(hidden=()), "add_norm": True}, "MLP has no layer to normalise"),
         ({"net": mlp(hidden=()), "feature_stats": True}, "MLP has no hidden layer"),
         ({"add_norm": True, "feature_stats": True}, "set add_norm or feature_stats"),
         ({"add_norm": True}, "LeNetBN has normalisation layers already (bn1): leave add_norm out"),

@@ -69,7 +69,7 @@ def seeded(make: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stacks_train_as_one_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacked_training_equals_sequential(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturedEngine, "seldom", 0)
     make, task, inputs, targets = CASES[name]
     parts = list(torch.arange(TOTAL).split(SIZES))
@@ -88,7 +88,7 @@ def test_stacks_train_as_one_after_the_other(name: str, monkeypatch: pytest.Monk
     assert moved == trained
 
 
-def test_attention_is_torchs() -> None:
+def test_attention_equals_torch() -> None:
     ours, other = Attention(12, 3).double(), nn.MultiheadAttention(12, 3, batch_first=True).double()
     other.in_proj_weight, other.in_proj_bias = ours.qkv.weight, ours.qkv.bias
     other.out_proj.weight, other.out_proj.bias = ours.out.weight, ours.out.bias
@@ -99,7 +99,7 @@ def test_attention_is_torchs() -> None:
     torch.testing.assert_close(ours(x), other(x, x, x, attn_mask=mask)[0])
 
 
-def test_a_decoder_sees_nothing_that_comes_later() -> None:
+def test_a_decoder_is_causal() -> None:
     net, tokens = seeded(decoder), whole(9, 1, 6)
     changed = tokens.clone()
     changed[0, 4] = (changed[0, 4] + 1) % 9
@@ -129,7 +129,7 @@ def test_sizes() -> None:
     assert count["unet"] == sum(9 * a * b + 9 * b * b + 6 * b for a, b in double) + 17 * 2
 
 
-def test_lora_is_the_net_at_first_and_a_change_of_low_rank_then() -> None:
+def test_lora_starts_as_the_net_and_learns_a_low_rank_update() -> None:
     plain = seeded(lambda: MLP(6, (8, 7), 3, bias=True)).double()
     net, x = lora(plain, rank=2, alpha=4.0), draw(5, 6).double()
     assert torch.equal(net(x), plain(x))
@@ -156,7 +156,7 @@ def test_layers_are_chosen_by_name() -> None:
     }
 
 
-def test_an_adapted_net_is_made_again_from_its_description(tmp_path: Path) -> None:
+def test_an_adapted_net_round_trips_through_its_spec(tmp_path: Path) -> None:
     base = seeded(decoder)
     torch.save(base.state_dict(), tmp_path / "base.pt")
     net = LoRA(decoder(), 3, ["blocks.1.*"], weights=str(tmp_path / "base.pt"))
@@ -198,6 +198,6 @@ def test_weights_from_a_file(kind: str, tmp_path: Path) -> None:
         (lambda: load_weights(MLP(), "nowhere.pt"), r"There is no file nowhere.pt"),
     ],
 )
-def test_what_cannot_be_meant(call: Any, sentence: str) -> None:
+def test_invalid_arguments_are_rejected(call: Any, sentence: str) -> None:
     with pytest.raises(FederationError, match=sentence):
         call()

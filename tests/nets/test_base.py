@@ -74,7 +74,7 @@ def test_spec_values_are_plain_python() -> None:
     assert classes == 3
 
 
-def test_spec_is_a_copy_of_what_came_in_and_of_what_goes_out() -> None:
+def test_spec_is_copied_on_input_and_output() -> None:
     hidden = [4]
     net = MLP(8, hidden)
     hidden.append(5)
@@ -106,7 +106,7 @@ def test_two_nets_of_one_class_keep_their_own_spec() -> None:
     assert (one.spec["init_args"]["in_features"], two.spec["init_args"]["in_features"]) == (3, 4)
 
 
-def test_what_no_plain_value_stands_for_is_said_when_asked() -> None:
+def test_arguments_that_are_not_plain_values_raise_when_the_spec_is_read() -> None:
     net = Wraps(nn.Linear(1, 1))
     with pytest.raises(FederationError, match=r"Wraps cannot be described .*type Linear"):
         _ = net.spec
@@ -129,9 +129,9 @@ def test_wrong_arguments_fail_as_python_says() -> None:
         ({"class_path": "no_such_package.Net"}, "cannot be imported"),
         ({"class_path": "here.<locals>.Net"}, "cannot be imported"),
         ({"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}, "is not a network"),
-        ({"class_path": "fl_lightning.nets.MLP", "init_args": {"colour": 1}}, "cannot be made"),
-        ({"class_path": "fl_lightning.nets.MLP", "init_args": [1]}, "cannot be made"),
-        ({"class_path": f"{__name__}.Required"}, "cannot be made"),
+        ({"class_path": "fl_lightning.nets.MLP", "init_args": {"colour": 1}}, "cannot be built"),
+        ({"class_path": "fl_lightning.nets.MLP", "init_args": [1]}, "cannot be built"),
+        ({"class_path": f"{__name__}.Required"}, "cannot be built"),
     ],
 )
 def test_wrong_spec_is_one_sentence(spec: Any, says: str) -> None:

@@ -40,7 +40,7 @@ def joined(tree: nn.Module) -> int:
     return tree.root[0].in_channels  # type: ignore[index, union-attr, return-value]
 
 
-def test_roots_see_what_the_tree_made() -> None:
+def test_roots_concatenate_the_outputs_of_the_tree() -> None:
     """Level 1: both blocks. Level 2: a block beside, a subtree and both blocks; a binary tree's root its halves."""
     assert [joined(_Tree(3, 4, level, 2)) for level in (1, 2, 3)] == [8, 16, 20]
     assert [joined(_BinaryTree(3, 4, level, 2)) for level in (1, 2, 3)] == [8, 8, 8]

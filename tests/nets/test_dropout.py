@@ -82,7 +82,7 @@ def test_noise_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
         drop(0.5, torch.ones(shape), torch.ones(2, 3))
 
 
-def test_noise_is_no_part_of_the_state() -> None:
+def test_noise_is_not_part_of_the_state() -> None:
     assert StreamDropout(0.5).state_dict() == {}
     assert dict(StreamDropout(0.5).named_buffers()).keys() == {"noise"}
 
@@ -113,7 +113,7 @@ def test_shared_dropout_stays_shared() -> None:
     [nn.Dropout2d(0.5), nn.LSTM(2, 2, num_layers=2, dropout=0.5), type("Mine", (nn.Dropout,), {})(0.5)],
     ids=lambda layer: type(layer).__name__,
 )
-def test_other_layers_that_draw_are_left_alone(layer: nn.Module) -> None:
+def test_other_random_layers_are_unchanged(layer: nn.Module) -> None:
     assert stream_dropout(nn.Sequential(layer))[0] is layer
 
 

@@ -83,7 +83,7 @@ def test_order_of_factors_does_not_matter(make: Any) -> None:
     torch.testing.assert_close(layer(x.double()), other(x.double()))
 
 
-def test_a_masked_factor_is_not_there() -> None:
+def test_a_masked_factor_has_no_effect() -> None:
     layer = filled(FactorizedLinear(7, 5, 4))
     layer.mask.copy_(torch.tensor([1.0, 0.0, 1.0, 0.0]))
     kept = [0, 2]
@@ -140,7 +140,7 @@ def test_factorize_keeps_the_rest_and_leaves_the_net_alone() -> None:
     assert made(torch.zeros(2, 1, 28, 28, dtype=torch.float64)).shape == (2, 10)
 
 
-def test_factorize_is_decided_by_its_generator() -> None:
+def test_factors_depend_on_the_generator_only() -> None:
     def made(seed: int) -> torch.Tensor:
         return factorize(MLP(), {"fc1": 5}, generator=torch.Generator().manual_seed(seed)).fc1.wa  # type: ignore[union-attr, return-value]
 
@@ -173,7 +173,7 @@ def test_factorised_layers_with_fewer_factors_grow() -> None:
     assert [layer.factors for layer in factorized_layers(net).values()] == [3, 2]  # the given net stays
 
 
-def test_what_cannot_be_factorised_is_refused() -> None:
+def test_layers_that_cannot_be_factorised_are_rejected() -> None:
     with pytest.raises(FederationError, match="MLP has no layer 'fc9' to factorise: choose among fc1, head"):
         factorize(MLP(), {"fc9": 3})
     with pytest.raises(FederationError, match="'1' is a ReLU: only Linear and Conv2d"):

@@ -60,7 +60,7 @@ def test_padding_and_the_rest_of_the_batch_do_not_matter() -> None:
     assert torch.equal(net.features(torch.zeros(1, 3, dtype=torch.int64)), torch.zeros(1, 10))
 
 
-def test_every_parameter_but_the_paddings_embedding_is_used() -> None:
+def test_every_parameter_except_the_embedding_of_padding_is_used() -> None:
     net = small().eval()
     net(tokens()).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
@@ -86,7 +86,7 @@ def sequences() -> TensorFederation:
 
 
 @pytest.mark.parametrize("kind", ["bilstm", "own"])
-def test_trains_alike_through_every_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_trains_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturedEngine, "seldom", 0)
     ends, start = [], {}
     for engine in ("sequential", "stacked", "captured"):

@@ -186,7 +186,7 @@ def test_all_derive_from_the_base() -> None:
     assert all(issubclass(kind, FedNet) for kind in NETS.values())
 
 
-def test_a_perceptron_without_a_layer_to_go_through_is_refused() -> None:
+def test_a_perceptron_of_width_0_is_rejected() -> None:
     for width in (0, -3):
         with pytest.raises(FederationError, match=f"must be 1 or more, not {width}"):
             MLP(hidden=[20, width])

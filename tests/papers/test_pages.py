@@ -73,7 +73,7 @@ def test_a_cell_that_loses_its_records_is_listed(tmp_path: Path) -> None:
 
     def listed(found: Records) -> tuple[str, str]:
         text = pages.paper_page(found, plan, [Layout(found, one) for one in plan["tables"]])
-        first, _, second = text.partition("## Not measured")[2].partition("Runs beside these")
+        first, _, second = text.partition("## Not measured")[2].partition("Additional runs")
         return first, second
 
     title = plan["tables"][0]["title"]
@@ -81,8 +81,8 @@ def test_a_cell_that_loses_its_records_is_listed(tmp_path: Path) -> None:
     assert row not in "".join(listed(kept()))
     first, second = listed(fewer)
     assert row not in first, "our variant stands beside the same published values and was measured"
-    assert re.search(rf"{re.escape(row)} [^|]*Local, no federation[^|]* \| 2 \|", second)
-    assert re.search(rf"{re.escape(row)} [^|]*to the letter[^|]* \| 2 \|", second)
+    assert re.search(rf"{re.escape(row)} [^|]*Local[^|]* \| 2 \|", second)
+    assert re.search(rf"{re.escape(row)} [^|]*as published[^|]* \| 2 \|", second)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -163,7 +163,7 @@ def test_deviations_have_a_footnote_and_small_ones_have_none() -> None:
     assert notes == {int(number) for number in re.findall(r"^(\d+)\. ", text, flags=re.MULTILINE)}
 
 
-def test_the_letter_and_ours_stand_beside_the_same_value_and_local_beside_none() -> None:
+def test_the_original_and_ours_share_a_published_value_and_local_has_none() -> None:
     (layout,) = (one for one in layouts("waffle") if one.plan["title"].startswith("Accuracy"))
     rows = {row[0]: next(iter(places.values())) for row, places in layout.places.items()}
     assert list(rows) == ["fedavg", "fedprox", "qffl", "waffle_factor_joint", "waffle_factor", "local"]
@@ -204,7 +204,7 @@ CLAIM = {
     "where": {"dataset": "mnist", "partition": "unimodal_Z2", "metric": "local_test_acc"},
     "better": "waffle_factor",
     "than": "fedavg",
-    "letter": "waffle_factor_joint",
+    "original": "waffle_factor_joint",
     "changed": "waffle_factor",
 }
 
@@ -283,13 +283,13 @@ def test_tables_of_larger_runs_are_shown_once_there_is_one() -> None:
 
 
 def test_deviations_in_figures_by_hand() -> None:
-    """94.46, 96.23 (letter and ours) and 91.46 are published; a value that two tables print counts once."""
+    """94.46, 96.23 (as published and ours) and 91.46 are published; a value that two tables print counts once."""
     found = records(fedavg=95.0, waffle_factor_joint=92.0, waffle_factor=98.0, qffl=94.0, local=50.0)
     plan = PLANS["waffle"]
     made = {"waffle": [Layout(found, one) for one in plan["tables"]]}
     rows = pages._deviation_table([plan], made).splitlines()[2:]
     assert [row.split("| ", 2)[2] for row in rows] == [
-        "its method, to the letter | 1 | 4.2 | 4.2 | 0 | 0 | 1 |",
+        "its method, as published | 1 | 4.2 | 4.2 | 0 | 0 | 1 |",
         "its method, ours | 1 | 1.8 | 1.8 | 0 | 1 | 0 |",
         "other methods | 2 | 1.5 | 1.5 | 1 | 1 | 0 |",
     ]

@@ -70,7 +70,7 @@ def test_advice_says_what_federation_is_worth_and_who_leads() -> None:
     first, second = advice(kinds | apart)
     assert first == (
         "- MNIST, 2 classes, one population: +2.5 with 20, +0.1 with 60 training samples; best or level with the best: "
-        "APFL (2), Local, no federation (1), FedPer (1)."
+        "APFL (2), Local (1), FedPer (1)."
     )
     assert second.startswith("- MNIST, 2 classes, two populations: +2.5 with 20 training samples; best or level")
 

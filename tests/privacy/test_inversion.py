@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fl_lightning.callbacks import ModelInversionCallback
+from fl_lightning.callbacks import ModelInversionCallback, inversion
 from fl_lightning.callbacks.attacks import ALL_VIEWS
 from fl_lightning.callbacks.inversion import TRIED
 from fl_lightning.datamodules import TensorFederation
@@ -23,6 +24,7 @@ from fl_lightning.nets import MLP
 from fl_lightning.privacy.inversion import Inversion
 from fl_lightning.privacy.judge import Judge
 from fl_lightning.privacy.pixels import Pixels
+from fl_lightning.privacy.shadows import train_shadows
 from tests.support import fit, largest_difference, trainer, weights
 from tests.support.privacy import SIDE, stripes
 
@@ -78,6 +80,8 @@ def test_a_linear_model_shows_its_classes(tmp_path: Path) -> None:
     assert set(events.Tags()["images"]) == {f"inversion/{view}" for view in report.views()}
     assert (Path(logger.log_dir) / "inversion.pt").exists()
     assert callback.run_metrics()["inversion_judge_acc"] > 95
+    grey = [row["psnr"] for row in report.baselines if row["variant"] == "grey"]
+    assert callback.run_metrics()["inversion_psnr/baseline/grey"] == pytest.approx(sum(grey) / len(grey))
     again = Judge.trained(method.federation, seed=5, path=str(tmp_path / "judge.pt"))
     assert 100 * again.accuracy == callback.run_metrics()["inversion_judge_acc"]
     other = replace(method.federation, targets=method.federation.targets.flip(0))
@@ -152,6 +156,25 @@ def test_the_prior_is_chosen_on_a_federation_of_the_adversarys_own(tmp_path: Pat
     blind = trainer(callbacks=[ModelInversionCallback(["outsider"], 5, 1, variation=None)], precision="32-true")
     with pytest.raises(FederationError, match=r"How the run began is not known.*a number as variation"):
         blind.test(method, datamodule=stripes(), verbose=False)
+
+
+def test_the_adversarys_federation_trains_as_many_clients_in_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        shadows = train_shadows(*arguments, **options)
+        messages.append(sum(len(sent) for sent in shadows[0].run.wire.sent.values()))
+        return shadows
+
+    monkeypatch.setattr(inversion, "train_shadows", counted)
+    callback = ModelInversionCallback(["outsider"], 1, 1, variation=None, judge_epochs=1, folder=str(tmp_path))
+    method = FedAvg(MLP(SIDE * SIDE, (), 3), lr=0.01, engine="stacked")
+    data = stripes(600)
+    data.fraction = 0.5
+    fit(method, data, 3, callbacks=[callback], precision="32-true")
+    assert messages == [3], "one of two clients in each of three rounds"
 
 
 def test_own_labellings_are_translated_and_nothing_changes(tmp_path: Path) -> None:

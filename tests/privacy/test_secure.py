@@ -28,10 +28,7 @@ from fl_lightning.privacy.wiretap import finished
 from fl_lightning.robust import Median
 from fl_lightning.wire import Message, weighted_mean
 from tests.support import blobs, fit, largest_difference, mlp, weights
-from tests.support.privacy import SIDE, net, noise, spots
-
-#: Methods whose server needs more than one mean.
-REFUSED = {"QFFL", "FedDAF", "FedMA", "WeightErosion", "WAFFLEAvg", "IFCA", "FeSEM", "FedGroup", "FedBPS"}
+from tests.support.privacy import REFUSED, SIDE, net, noise, spots
 
 
 @pytest.mark.parametrize("clients", [2, 3, 10])

@@ -56,7 +56,7 @@ def run(folder: Path, *arguments: str, seconds: float = 240.0) -> subprocess.Com
 def test_a_federation_on_one_machine_equals_its_simulation(config: Path, tmp_path: Path) -> None:
     done = run(tmp_path, "federation", "--config", str(config), "--clients", "2", "--home", "here")
     assert done.returncode == 0, done.stderr
-    assert "weights of the server equal to the bit: yes; what clients keep: yes" in " ".join(done.stdout.split())
+    assert "server weights equal bit for bit: yes; private state: yes" in " ".join(done.stdout.split())
     assert (tmp_path / "here" / "federation" / "keys" / "authority.pem").exists()
     assert list((tmp_path / "here" / "site-1" / "private").glob("*/1.2-*.safetensors"))
     still = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False).stdout
@@ -71,10 +71,14 @@ def test_a_federation_on_one_machine_equals_its_simulation(config: Path, tmp_pat
         (["join", "--client", "0", "--superlink", "here:1"], "give --authority"),
         (["join", "--client", "0", "--superlink", "here:1", "--insecure", "--key", "k"], "uses neither"),
         (["join", "--client", "0", "--superlink", "here:1", "--insecure"], "say --yes"),
+        (
+            ["join", "--client", "0", "--superlink", "here:1", "--insecure", "--secure_aggregation", "require"],
+            "takes part in secure aggregation alone, and the run has none",
+        ),
         (["join", "--client", "5", "--superlink", "here:1", "--insecure", "--yes"], "none is client 5"),
         (["join", "--client", "0", "--superlink", "here", "--insecure", "--yes"], "must be host:port"),
         (["serve", "--clients", "2", "--min_clients", "3", "--insecure"], "between 1 and the 2"),
-        (["serve", "--clients", "2", "--ckpt_path", "best"], "Which checkpoint is the best"),
+        (["serve", "--clients", "2", "--ckpt_path", "best"], "--ckpt_path best is not known here"),
         (["serve", "--clients", "2", "--patience", "0", "--insecure"], "patience must be"),
         (["federation", "--clients", "3"], "between 1 and the 2 clients"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -150,11 +150,11 @@ def data(case: Case) -> Any:
     return blobs(SIZES, fraction=case.fraction, seed=3, **case.data)
 
 
-def run(case: Case, net: str, policy: str, engine: str) -> FederatedModule:
+def run(case: Case, net: str, policy: str, engine: str, callbacks: Sequence[Any] = ()) -> FederatedModule:
     """Fit the case for three rounds."""
     method = case.make(net, policy, engine)
     torch.manual_seed(0)
-    fit(method, data(case), ROUNDS)
+    fit(method, data(case), ROUNDS, callbacks=list(callbacks))
     return method
 
 

@@ -7,6 +7,7 @@ serves all cases; in ``test_commands.py`` they are processes: ``fl-lightning ser
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,10 +23,17 @@ from tests.support.sites import network
 
 
 class Deployed:
-    """A superlink and as many sites as the golden cases have clients; used in a ``with``."""
+    """A superlink and as many sites as the golden cases have clients; used in a ``with``.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.sites = folder, dict[str, Site]()
+    Args:
+        folder: where all of it lies.
+        through: gives the address at which sites reach a superlink, such as that of a relay.
+    """
+
+    def __init__(self, folder: Path, through: Callable[[str], str] = lambda address: address) -> None:
+        self.folder, self.sites, self.through = folder, dict[str, Site](), through
+        #: Bytes of requests to sites, and of their replies.
+        self.asked = self.told = 0
 
     def __enter__(self) -> Self:
         keys = server_keys(self.folder / "server" / "keys")
@@ -36,14 +44,17 @@ class Deployed:
             {f"node-{k}": node_keys(self.folder / f"site-{k}").public for k in range(len(cases.SIZES))},
         )
         assert not self.link.register_all(named)
+        address = self.through(self.link.address)
         for client in range(len(cases.SIZES)):
             home = self.folder / f"site-{client}"
             key = node_keys(home)
 
             def answer(request: bytes, name: str = f"node-{client}") -> bytes:
-                return self.sites[name].answer(request)
+                reply = self.sites[name].answer(request)
+                self.asked, self.told = self.asked + len(request), self.told + len(reply)
+                return reply
 
-            self.nodes.append(federations.Site(home, self.link.address, key.private, keys.authority, answer))
+            self.nodes.append(federations.Site(home, address, key.private, keys.authority, answer))
         path = socket_path(self.folder / "server", "server")
         self.transport = GridTransport(path, lambda: self.link.submit(path))
         return self
@@ -54,24 +65,44 @@ class Deployed:
             node.stop()
         self.link.stop()
 
-    def run(self, case: cases.Case, net: str, policy: str) -> Any:
-        """The case over Flower; what clients keep lies in the folder under its name."""
+    def run(
+        self,
+        case: cases.Case,
+        net: str,
+        policy: str,
+        callbacks: Sequence[Any] = (),
+        rounds: int = cases.ROUNDS,
+        **how: Any,
+    ) -> Any:
+        """The case over Flower; what clients keep lies in the folder under its name.
+
+        Args:
+            case: the case.
+            net: name of its net.
+            policy: what it does with buffers.
+            callbacks: those of the run, on both sides.
+            rounds: how many.
+            how: options of :class:`RemoteClients`.
+        """
         torch.manual_seed(0)
 
         def make() -> Any:
             return case.make(net, policy, "sequential")
 
         own = self.folder / f"{case.name}-{net}-{policy}-{time.time_ns()}"
-        self.sites = network(make, cases.data(case).federation, own)
+        self.sites = network(make, cases.data(case).federation, own, guards=callbacks)
         server = make().double()
-        remote = RemoteClients(server, self.transport, len(cases.SIZES), patience=300.0)
+        how = {"patience": 300.0, "callbacks": callbacks, **how}
+        remote = RemoteClients(server, self.transport, len(cases.SIZES), **how)
         server.exchange = remote
-        fit(server, SiteData(remote, case.fraction, seed=0), cases.ROUNDS)
+        fit(server, SiteData(remote, case.fraction, seed=0), rounds, callbacks=list(callbacks))
         return server
 
-    def same(self, server: Any, case: cases.Case, net: str, policy: str) -> dict[str, bool]:
+    def same(
+        self, server: Any, case: cases.Case, net: str, policy: str, callbacks: Sequence[Any] = ()
+    ) -> dict[str, bool]:
         """Whether weights, what clients keep and scores are the simulation's, bit for bit."""
-        expected = cases.parts(method := cases.run(case, net, policy, "sequential"))
+        expected = cases.parts(method := cases.run(case, net, policy, "sequential", callbacks))
         private = {}
         for number, version in server.exchange.versions.items():
             shot = self.sites[f"node-{server.client_of(number)}"].store.load(number, version)

@@ -10,6 +10,8 @@ from fl_lightning.datamodules import IID, ConceptShift, TensorFederation
 from fl_lightning.nets import MLP
 
 CLIENTS, SAMPLES = 4, 100
+#: Methods whose server needs more than one mean.
+REFUSED = {"QFFL", "FedDAF", "FedMA", "WeightErosion", "WAFFLEAvg", "IFCA", "FeSEM", "FedGroup", "FedBPS"}
 
 
 def noise(rows: int = 2400, clients: int = CLIENTS, **kwargs: Any) -> TensorFederation:

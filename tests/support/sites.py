@@ -45,9 +45,9 @@ def site(make: Callable[[], FederatedModule], client: int, whole: Federation, fo
     return Site(client, method, whole.part([client]), PrivateStore(folder / str(client)), **options)
 
 
-def network(make: Callable[[], FederatedModule], whole: Federation, folder: Path) -> dict[str, Site]:
+def network(make: Callable[[], FederatedModule], whole: Federation, folder: Path, **options: Any) -> dict[str, Site]:
     """All clients of a federation, by the names of their nodes."""
-    return {f"node-{client}": site(make, client, whole, folder) for client in range(whole.num_clients)}
+    return {f"node-{client}": site(make, client, whole, folder, **options) for client in range(whole.num_clients)}
 
 
 def serve(

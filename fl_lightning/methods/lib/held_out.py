@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from fl_lightning import seeding
 from fl_lightning.federation import ClientIndex, Federation
 from fl_lightning.module import FederatedModule
+from fl_lightning.quiet import quiet_trainer
 
 
 def best_on_held_out(
@@ -92,16 +93,11 @@ def _quiet() -> Iterator[None]:
 def _trainer(method: FederatedModule, rounds: int) -> Trainer:
     """A silent Trainer on the method's device; clients are scored after the last round alone."""
     outer, device = method.trainer, method.device
-    return Trainer(
+    return quiet_trainer(
         max_epochs=rounds,
         accelerator=device.type,
         devices=1 if device.index is None else [device.index],
         precision=outer.precision,
         fast_dev_run=bool(outer.fast_dev_run),  # type: ignore[attr-defined]
         check_val_every_n_epoch=rounds,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
     )

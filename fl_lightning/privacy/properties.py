@@ -1,0 +1,131 @@
+"""Property inference: does a client's data have a property, such as many samples of a class? Functions of tensors.
+
+The adversary trains on data of its own with and without the property and learns to tell the two kinds of updates, or
+of models, apart (Ateniese et al., 2015; Melis et al., 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning import seeding
+from fl_lightning.errors import FederationError
+from fl_lightning.metrics import attack_auroc, best_threshold
+from fl_lightning.privacy.profiles import property_direction
+
+#: A property of a client's labels, shape (n,).
+Property = Callable[[Tensor], bool]
+#: Parts of the shadows, each of which is asked about once.
+FOLDS = 5
+#: Weight of the ridge, as a share of the mean squared length of a standardised update.
+RIDGE = 0.1
+#: Concentrations of the Dirichlet distributions of which class shares are drawn: from one class to all alike.
+CONCENTRATIONS = (0.1, 0.5, 1.0, 10.0)
+#: Drawn clients for one that is wanted, at most.
+TRIES = 500
+
+
+class Inferred(NamedTuple):
+    """Answers of one way to infer a property."""
+
+    scores: Tensor
+    """Higher means that the property is there, shape (n,)."""
+    line: float
+    """The score from which on the adversary says that it is."""
+    shadow_auroc: float
+    """How well it tells shadows apart that it has not learnt from."""
+
+
+def infer_property(with_it: Tensor, without: Tensor, targets: Tensor, seed: int = 0) -> dict[str, Inferred]:
+    """Tell which of some updates, or answers of models, are of data with a property; by way.
+
+    ``discriminant`` is a linear discriminant with a variance for each entry, ``ridge`` a ridge regression on
+    standardised entries.
+
+    Args:
+        with_it: those of shadows whose data has the property, shape (n, D).
+        without: of shadows whose data has not, shape (m, D).
+        targets: those in question, shape (k, D).
+        seed: of the parts in which strength is measured.
+    """
+    known = torch.cat((with_it, without)).double()
+    flags = torch.arange(len(known)) < len(with_it)
+    found = {}
+    for name, score in {"discriminant": _discriminant, "ridge": _ridge}.items():
+        held = _held_out(score, known, flags, seed)
+        values = score(known, flags, targets.double())
+        found[name] = Inferred(values, best_threshold(held, flags), float(attack_auroc(held, flags)))
+    return found
+
+
+def _held_out(score: Callable[..., Tensor], known: Tensor, flags: Tensor, seed: int) -> Tensor:
+    """Scores of shadows by what the others teach."""
+    values = torch.empty(len(known), dtype=torch.float64)
+    rng = seeding.stream(seed, "attack.folds")
+    for fold in range(FOLDS):
+        if fold == 0:
+            parts = torch.empty(len(known), dtype=torch.long)
+            for side in (flags, ~flags):
+                parts[side] = seeding.permutation(rng, int(side.sum())) % FOLDS
+        asked = parts == fold
+        if bool(asked.any()):
+            values[asked] = score(known[~asked], flags[~asked], known[asked]).cpu()
+    return values
+
+
+def _discriminant(known: Tensor, flags: Tensor, targets: Tensor) -> Tensor:
+    direction, line = property_direction(known[flags], known[~flags])
+    length = direction.norm().clamp(min=1e-30)
+    scores: Tensor = (targets @ direction - line) / length
+    return scores
+
+
+def _ridge(known: Tensor, flags: Tensor, targets: Tensor) -> Tensor:
+    mean, spread = known.mean(0), known.std(0)
+    spread = spread + 0.01 * spread.mean().clamp(min=1e-30)
+    own, asked = ((one - mean) / spread / known.shape[1] ** 0.5 for one in (known, targets))
+    signs = 2.0 * flags.double().to(known.device) - 1
+    gram = own @ own.T
+    weight = RIDGE * gram.diagonal().mean().clamp(min=1e-30)
+    alpha = torch.linalg.solve(gram + weight * torch.eye(len(gram), dtype=gram.dtype, device=gram.device), signs)
+    scores: Tensor = asked @ (own.T @ alpha)
+    return scores
+
+
+def draw_clients(
+    labels: Tensor, classes: int, holds: Property, number: int, size: int, rng: np.random.Generator
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows of made-up clients, as many with a property as without; class shares are of Dirichlet distributions.
+
+    Args:
+        labels: of the adversary's samples, shape (n,).
+        classes: number of classes.
+        holds: the property, of a client's labels.
+        number: clients of either kind.
+        size: samples of each, at most.
+        rng: where they are drawn.
+
+    Returns:
+        Places in ``labels`` of those with the property, and of those without.
+    """
+    by_class = [torch.nonzero(labels.cpu() == c).flatten().numpy() for c in range(classes)]
+    counts = np.array([len(rows) for rows in by_class])
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for attempt in range(TRIES * number):
+        shares = rng.dirichlet([CONCENTRATIONS[attempt % len(CONCENTRATIONS)]] * classes)
+        wanted = np.minimum(rng.multinomial(size, shares), counts)
+        side = found[0 if holds(torch.from_numpy(np.repeat(np.arange(classes), wanted))) else 1]
+        if len(side) < number and wanted.sum():
+            drawn = [rng.choice(rows, n, replace=False) for rows, n in zip(by_class, wanted, strict=True) if n]
+            side.append(torch.from_numpy(np.concatenate(drawn)))
+        if min(map(len, found)) == number:
+            return found
+    raise FederationError(
+        f"Of clients drawn from the adversary's samples {len(found[0])} have the property and {len(found[1])} have "
+        f"not, and {number} of either kind are needed: choose a property that is neither rare nor certain."
+    )
