@@ -1,6 +1,6 @@
 """Site of the repository: navigation, API pages, sources that pages link to, links to measured tables.
 
-Everything is derived from what lies there, so a new method, page, command or module appears by itself.
+Everything is derived from the repository, so new methods, pages, commands and modules appear automatically.
 """
 
 from __future__ import annotations
@@ -70,26 +70,34 @@ def navigation() -> list[Any]:
 
 
 def command_page(command: str) -> str:
-    """The page of a command: one sentence, examples, and all that ``--help`` says."""
+    """The page of a command: one sentence, examples and the help text."""
     said = io.StringIO()
     with (
         contextlib.redirect_stdout(said),
         contextlib.suppress(SystemExit),
-        mock.patch.dict(os.environ, COLUMNS="100"),
+        mock.patch.dict(os.environ, COLUMNS="80"),
         mock.patch.object(sys, "argv", ["fl-lightning", command, "--help"]),
     ):
         main([command, "--help"])
     about = COMMANDS[command]
     example = f"\n```\n{chr(10).join(about.examples)}\n```\n" if about.examples else ""
     head = f"# fl-lightning {command}\n\n{about.help[0].upper()}{about.help[1:]}.\n"
-    return f"{head}{example}\n```text\n{said.getvalue()}\n```\n"
+    return f"{head}{example}\n```text\n{shortened(said.getvalue())}\n```\n"
+
+
+def shortened(text: str) -> str:
+    """A help text without escape codes and without a usage of many lines, which only repeats the options."""
+    usage, _, rest = re.sub(r"\x1b\[[0-9;]*m|[^\x20-\x7e\n]", "", text).partition("\n\n")
+    if usage.count("\n") > 12:
+        usage = usage.replace("[options] ", "").partition(" [")[0] + " [options]"
+    return f"{usage}\n\n{rest.strip()}"
 
 
 def commands_page() -> str:
     """The list of all commands."""
     rows = [[f"[{name}](cli/{name}.md)", about.help] for name, about in COMMANDS.items()]
-    head = "# Command line\n\n`fl-lightning COMMAND [options]`. Wrong input ends in one sentence and exit code 2.\n\n"
-    return f"{head}{markdown(['command', ''], rows, left=2)}\n```text\n{usage()}\n```\n"
+    head = "# Command line\n\n`fl-lightning COMMAND [options]`. Wrong input exits with one sentence and code 2.\n\n"
+    return f"{head}{markdown(['command', 'purpose'], rows, left=2)}\n```text\n{usage()}\n```\n"
 
 
 def method_pages() -> list[Path]:
@@ -98,9 +106,9 @@ def method_pages() -> list[Path]:
 
 
 def result_pages() -> list[str]:
-    """The pages of results in the order in which the first of them links to them."""
-    links = re.findall(r"\(results/([\w-]+)\.md\)", (DOCS / "results.md").read_text(encoding="utf-8"))
-    return list(dict.fromkeys(links))
+    """The pages of results, as the first of them lists them at its end."""
+    text = (DOCS / "results.md").read_text(encoding="utf-8").rpartition("## Pages")[2]
+    return re.findall(r"\(results/([\w-]+)\.md\)", text)
 
 
 def title(page: Path) -> str:
@@ -213,7 +221,7 @@ def measured(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
     code = {Path(target).stem for _, target, *_ in LINK.findall(text) if "fl_lightning/methods/" in target}
     found = [line for line, modules in measurements() if modules & code]
-    return "\n\n## Measured\n\n" + "\n".join(found) + "\n" if found else ""
+    return "\n\n## Tables of results\n\n" + "\n".join(found) + "\n" if found else ""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Mistakes that people make, one row each: every one of them ends in a sentence that names it."""
+"""Common mistakes, one row each: every one gives an error that names it."""
 
 from __future__ import annotations
 

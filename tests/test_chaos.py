@@ -1,4 +1,4 @@
-"""The script that strikes runs: one trial of it, so that it still works."""
+"""One trial of the script that kills runs at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not at all, refused when anything in them has changed, and fallen back from."""
+"""Checkpoint files are written atomically, rejected if changed, and fits fall back to earlier ones."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_checkpoints_that_cannot_be_resumed(folder: Path) -> None:
         ({**good, "fl_lightning": {**good["fl_lightning"], "rounds": "a"}}, "rounds is not a whole number"),
         ({**good, "fl_lightning": {**good["fl_lightning"], "clients": forgotten}}, "of different clients"),
         ({**good, "loops": 3}, "its loops is of type int, not dict"),
-        ({**good, "loops": {}}, "does not say where a fit was"),
+        ({**good, "loops": {}}, "has no progress of a fit"),
         ({n: v for n, v in good.items() if n != "lr_schedulers"}, "contains only a model"),
     ]
     for content, sentence in cases:

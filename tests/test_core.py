@@ -1,4 +1,4 @@
-"""Streams, messages, snapshots, federations: the small parts everything stands on."""
+"""Streams, messages, snapshots and federations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures are said in a sentence, and lose nothing that was there."""
+"""Failures give a clear error, and earlier state survives."""
 
 from __future__ import annotations
 

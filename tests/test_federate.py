@@ -152,7 +152,7 @@ def variant(**members: Any) -> LightningModule:
         (User(optimizer=lambda p: torch.optim.Adam(p, amsgrad=True)), "sets amsgrad=True"),
         (User(optimizer=lambda p: [torch.optim.SGD([q], 0.1) for q in p]), "must return one optimizer, not list"),
         (User(optimizer=lambda p: torch.optim.SGD(list(p)[:1], 0.1)), "leaves parameters out"),
-        (User(optimizer=scheduled(ReduceLROnPlateau)), "returns ReduceLROnPlateau, which follows what a Trainer"),
+        (User(optimizer=scheduled(ReduceLROnPlateau)), "returns ReduceLROnPlateau, which depends on metrics"),
         (User(optimizer=scheduled(interval="step")), "steps its scheduler by step"),
         (User(optimizer=lambda p: ([torch.optim.SGD(p, 0.1)], [1, 2])), "returns 2 schedulers"),
         (variant(configure_optimizers=lambda self: self.trainer.optimizers), "cannot be called without a Trainer"),

@@ -1,4 +1,4 @@
-"""Convolutions, pooling, BatchNorm and GroupNorm of a stack in one call are those that vmap makes of PyTorch's own."""
+"""Convolutions, pooling, BatchNorm and GroupNorm of a stack in one call equal vmap of PyTorch's."""
 
 from __future__ import annotations
 

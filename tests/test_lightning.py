@@ -1,4 +1,4 @@
-"""A federated run is a good citizen of a stock Trainer."""
+"""A federated run supports the features of a stock Trainer."""
 
 from __future__ import annotations
 

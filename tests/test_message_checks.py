@@ -1,4 +1,4 @@
-"""Messages that are not what was asked for, and hostile ones."""
+"""Validation of messages, including hostile ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernels: their results are PyTorch's, and where they cannot be made nothing is missing but speed."""
+"""The compiled kernels give PyTorch's results, and are optional."""
 
 from __future__ import annotations
 

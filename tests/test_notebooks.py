@@ -1,4 +1,4 @@
-"""The notebooks are those of the scripts, run from first cell to last, and print nothing that nobody asked for."""
+"""Notebooks equal their scripts, run completely, and print no noise."""
 
 from __future__ import annotations
 

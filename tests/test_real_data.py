@@ -1,4 +1,4 @@
-"""The published setting on the real data, for a few rounds: what is learned, not only that something is."""
+"""A few rounds of the published setting on real data reach the expected accuracy."""
 
 from __future__ import annotations
 

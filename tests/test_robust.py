@@ -1,4 +1,4 @@
-"""Robust rules: by hand on ten numbers, against outside numbers, up to their breakdown point and beyond it."""
+"""Robust rules: by hand on ten numbers, against NumPy and SciPy, and around their breakdown points."""
 
 from __future__ import annotations
 

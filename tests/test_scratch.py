@@ -1,4 +1,4 @@
-"""Room for mapped files is there before they are written to."""
+"""Disk space of memory-mapped files is allocated before they are written to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals wait until nothing is half done; what they leave is resumed bit for bit."""
+"""Signals are handled at safe points, and the run resumes bit for bit."""
 
 from __future__ import annotations
 

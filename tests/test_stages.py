@@ -1,4 +1,4 @@
-"""Rounds of several stages, and phases that end after a number of steps: what any method may ask for."""
+"""Rounds of several stages, and phases with a fixed number of steps."""
 
 from __future__ import annotations
 

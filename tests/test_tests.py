@@ -1,4 +1,4 @@
-"""Rooms of the tests: what several of them need is in tests/support, and none imports another."""
+"""Structure of the tests: shared helpers are in tests/support, and no test module imports another."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class AgentWeightsCallback(NamedArguments, Callback):
     Under ``agents/``: ``weight/<i>`` and ``distance/<i>`` of client i; ``own_weight``, the weight of the agent of
     interest itself, which is the share of local training: near 1/N at first, 1 when training is local; and once it is,
     ``local_since``, the round from which on. With several agents of interest the last two are means over them, and
-    weights are drawn but not logged one by one. A method that weighs nobody is refused.
+    weights are drawn but not logged one by one. Methods without client weights are refused.
 
     The weights by round (figure 3 of the WAFFLE paper) are a picture in TensorBoard, ``agents/weights``, and at the end
     of the fit the file ``agent_weights.png`` in the log folder.
@@ -77,7 +77,7 @@ class AgentWeightsCallback(NamedArguments, Callback):
         self.every, self.folder = every, folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse methods that weigh nobody."""
+        """Refuse methods without client weights."""
         if not isinstance(pl_module, WeighsAgents):
             raise FederationError(
                 "AgentWeightsCallback needs a method with an agent of interest, such as WAFFLEAvg, not "

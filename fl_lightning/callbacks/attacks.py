@@ -47,7 +47,7 @@ class AttackCallback(Several, FederatedCallback):
 
     Args:
         views: the adversaries; see :mod:`fl_lightning.privacy.views`.
-        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
         every: attack after every so many rounds too, not only at the end.
         memory: how many messages of a client the server's view uses.
         group: what of the federation's ``meta`` divides the clients in the report.
@@ -188,13 +188,13 @@ class AttackCallback(Several, FederatedCallback):
         self._carry_out(trainer, pl_module, run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Recorded messages, so that a resumed run is attacked like an uninterrupted one."""
+        """Recorded messages, needed to attack a resumed run like an uninterrupted one."""
         kept = {"sent": self.wire.sent, "received": self.wire.received, "left": self.wire.left}
         found = {name: {client: list(heard) for client, heard in every.items()} for name, every in kept.items()}
         return {**found, "means": list(self.wire.means)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         sent, received = state_dict["sent"], state_dict["received"]
         self._heard = {client: list(zip(received[client], messages, strict=True)) for client, messages in sent.items()}
         self._means, self._left = state_dict.get("means", []), state_dict.get("left", {})

@@ -60,7 +60,7 @@ class FederatedCallback(NamedArguments, Callback):
 
     #: Whether it replaces what clients send.
     changes_messages: ClassVar[bool] = False
-    #: Whether it keeps single messages from everybody but their clients.
+    #: Whether it hides single messages from everyone except their clients.
     hides_messages: ClassVar[bool] = False
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
@@ -74,7 +74,7 @@ class FederatedCallback(NamedArguments, Callback):
         """
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """A client is about to train. Of several processes all are told, whichever of them trains it.
+        """A client is about to train. Called in every process, whichever trains it.
 
         Args:
             trainer: the Trainer.
@@ -86,7 +86,7 @@ class FederatedCallback(NamedArguments, Callback):
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
         """A client has trained. Clients that are trained together end together, each with a call of its own.
 
-        Of several processes only the one that trained it is told.
+        With several processes, called only in the one that trained it.
 
         Defences at the client act here: they may replace the message's tensors.
 
@@ -98,7 +98,7 @@ class FederatedCallback(NamedArguments, Callback):
         """
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """A client's message crosses the wire, as every callback's ``on_client_end`` left it.
+        """A client's message is sent, as all callbacks' ``on_client_end`` left it.
 
         Ledgers and eavesdroppers look here, and change nothing.
 

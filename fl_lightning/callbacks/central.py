@@ -1,4 +1,4 @@
-"""A model trained on everybody's data at once, to compare the federated one with."""
+"""A centrally trained model, for comparison with the federated one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CentralCallback(NamedArguments, Callback):
         return {"initial": dict(self.initial), "before": self.before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.initial, self.before = dict(state_dict["initial"]), int(state_dict["before"])
 
     def out(self, trainer: Trainer) -> Path:

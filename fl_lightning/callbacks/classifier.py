@@ -20,8 +20,10 @@ from fl_lightning.errors import FederationError
 from fl_lightning.metrics import membership_intervals, membership_summary, psnr
 from fl_lightning.privacy import scores
 from fl_lightning.privacy.figures import images_figure, roc_figure, show_figure
-from fl_lightning.privacy.gradients import Matching, in_range, labels_of_head, model_loss, rank_one
+from fl_lightning.privacy.gradients import Matching, ToNet, in_range, labels_of_head, model_loss, rank_one
 from fl_lightning.privacy.inference import answers_of
+from fl_lightning.privacy.inversion import Inversion
+from fl_lightning.privacy.properties import Property, answer_profile, draw_clients, infer_property
 from fl_lightning.quiet import quiet_trainer, silence
 
 #: Inputs and labels.
@@ -34,6 +36,10 @@ class ClassifierAttackCallback(Several):
     Membership: ``loss``, and with shadows ``lira``, ``lira_online``, ``rmia`` and ``rmia_online``. Shadows are modules
     of the adversary's own, each trained by a stock Trainer on a random half of the samples in question, so that every
     sample is in half of them. Gradient leakage: one non-member out of the gradient that the module would send for it.
+    Model inversion, if it is asked for: an image of every class, compared with the mean of its members; ``same`` is the
+    share that an unlike model, the first shadow, gives their class. Property inference, if it is asked for: whether the
+    training data has a property, by what shadows trained on non-members with and without it answer; ``answer`` is 1 for
+    yes, and ``shadow_auroc`` how far shadows can be told apart that were not learnt from.
 
     Scores are in :attr:`scores`, under ``attack/...`` in the loggers and in ``attack_classifier.json``; ROC curves and
     the reconstruction are pictures. The fit is not changed.
@@ -48,6 +54,9 @@ class ClassifierAttackCallback(Several):
         low: the smallest value of an input, for leakage.
         high: the largest.
         matching: the search for a sample whose gradient is the one seen; None leaves leakage out.
+        inversion: how classes are reconstructed; None leaves it out.
+        holds: a property of the labels that a module was trained on; None leaves it out. Needs ``make``.
+        property_size: samples of each shadow of property inference, ``shadows`` with the property and as many without.
         seed: of the shadows' halves and batches.
         folder: where files are written; None means the Trainer's log folder.
     """
@@ -63,9 +72,16 @@ class ClassifierAttackCallback(Several):
         low: float = 0.0,
         high: float = 1.0,
         matching: Matching | None = Matching(),  # noqa: B008 - frozen
+        inversion: Inversion | None = None,
+        holds: Property | None = None,
+        property_size: int = 100,
         seed: int = 0,
         folder: str | None = None,
     ) -> None:
+        if holds is not None and make is None:
+            raise FederationError("Property inference trains shadows: pass make, a function that makes a new module.")
+        if property_size < 1:
+            raise FederationError(f"property_size must be 1 or more, not {property_size}.")
         if shadows < 2 or shadows % 2:
             raise FederationError(f"shadows must be an even number of 2 or more, not {shadows}.")
         if not len(members[1]) or not len(nonmembers[1]):
@@ -75,8 +91,10 @@ class ClassifierAttackCallback(Several):
         self.members = torch.arange(len(self.y)) < len(members[1])
         self.make, self.shadows, self.epochs, self.batch_size = make, shadows, epochs, batch_size
         self.low, self.high, self.matching, self.seed, self.folder = low, high, matching, seed, folder
+        self.inversion, self.holds, self.property_size = inversion, holds, property_size
         #: Measures by attack.
         self.scores: dict[str, dict[str, float]] = {}
+        self._judge: LightningModule | None = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack."""
@@ -98,6 +116,10 @@ class ClassifierAttackCallback(Several):
             self.scores = {name: self._judged(value) for name, value in found.items()}
             if self.matching is not None:
                 self.scores["leakage"] = self._leakage(trainer, module, self.matching)
+            if self.inversion is not None:
+                self.scores["inversion"] = self._inversion(trainer, module, self.inversion)
+            if self.holds is not None:
+                self.scores["property"] = self._property(module, self.holds)
         module.train(training)
         logged = {f"attack/{how}/{k}": v for how, values in self.scores.items() for k, v in values.items()}
         for logger in trainer.loggers:
@@ -123,7 +145,8 @@ class ClassifierAttackCallback(Several):
         for number in range(0, self.shadows, 2):
             inside[number, seeding.permutation(rng, len(self.y))[: len(self.y) // 2]] = True
             inside[number + 1] = ~inside[number]
-        known = [self._asked(self._shadow(number, own)) for number, own in enumerate(inside)]
+        shadows = [self._shadow(number, torch.nonzero(own).flatten()) for number, own in enumerate(inside)]
+        self._judge, known = shadows[0], [self._asked(one) for one in shadows]
         odds, chances = torch.stack([one.confidence for one in known]), torch.stack([-one.loss for one in known]).exp()
         found["lira"] = scores.lira_offline(target.confidence, odds, ~inside)
         found["lira_online"] = scores.lira_online(target.confidence, odds, inside, ~inside)
@@ -135,10 +158,14 @@ class ClassifierAttackCallback(Several):
 
     @torch.no_grad()
     def _asked(self, module: LightningModule) -> Any:
-        logits = [module(part.to(module.device)).double().cpu() for part in torch.split(self.x, 512)]
-        return answers_of(torch.cat(logits), self.y)
+        return answers_of(self._logits(module), self.y)
+
+    @torch.no_grad()
+    def _logits(self, module: LightningModule) -> Tensor:
+        return torch.cat([module(part.to(module.device)).double().cpu() for part in torch.split(self.x, 512)])
 
     def _shadow(self, number: int, inside: Tensor) -> LightningModule:
+        """A module of the adversary's own, trained on these rows."""
         assert self.make is not None
         module = self.make()
         torch.manual_seed(int(seeding.stream(self.seed, "attack.shadow", client=number).integers(2**31)))
@@ -146,6 +173,46 @@ class ClassifierAttackCallback(Several):
         with silence():
             quiet_trainer(max_epochs=self.epochs, devices=1).fit(module, rows)
         return module.eval()
+
+    def _inversion(self, trainer: Trainer, module: LightningModule, inversion: Inversion) -> dict[str, float]:
+        """PSNR to the means of the members' classes, beside a grey image and the mean of all non-members."""
+        low, span = self.low, self.high - self.low
+        own, labels = self.x[self.members], self.y[self.members]
+        classes = torch.nonzero(torch.bincount(labels)).flatten().tolist()
+        means = torch.stack([own[labels == c].float().mean(0) for c in classes]).sub(low).div(span)
+        rng = seeding.stream(self.seed, "attack.inversion")
+        to_net: ToNet = lambda images: (low + span * images).to(self.x.dtype)  # noqa: E731
+        found = inversion.reconstruct([module], classes, means.shape[1:], rng, to_net, module.device).cpu()
+        near = means[:, None].expand_as(found).flatten(0, 1)
+        grey, mean = torch.full_like(means, 0.5), self.x[~self.members].float().mean(0).sub(low).div(span)
+        told = {
+            "psnr": float(psnr(found.flatten(0, 1), near).mean()),
+            "grey": float(psnr(grey, means).mean()),
+            "mean": float(psnr(mean.expand_as(means), means).mean()),
+        }
+        if self._judge is not None:
+            with torch.no_grad():
+                seen = self._judge(to_net(found.flatten(0, 1)).to(self._judge.device)).argmax(1).cpu()
+            told["same"] = float((seen == torch.tensor(classes).repeat_interleave(inversion.starts)).double().mean())
+        if means.dim() == 4:
+            figure = partial(images_figure, means, found[:, 0], [f"class {c}" for c in classes])
+            show_figure(trainer, "attack/inversion", figure, trainer.global_step, self.folder)
+        return told
+
+    def _property(self, module: LightningModule, holds: Property) -> dict[str, float]:
+        """Whether the training data has the property, by the answers of shadows."""
+        free = torch.nonzero(~self.members).flatten()
+        classes, rng = int(self.y.max()) + 1, seeding.stream(self.seed, "attack.properties")
+        drawn = draw_clients(self.y[free], classes, holds, self.shadows, min(self.property_size, len(free)), rng)
+        rows = [free[places] for side in drawn for places in side]
+        made = enumerate(rows, start=self.shadows)  # after those of membership
+        ask = partial(answer_profile, labels=self.y, classes=classes)
+        answers = torch.stack([ask(self._logits(self._shadow(number, one))) for number, one in made])
+        target = ask(self._logits(module))[None]
+        found = infer_property(answers[: self.shadows], answers[self.shadows :], target, self.seed)
+        best = max(found.values(), key=lambda one: one.shadow_auroc)
+        truth = float(holds(self.y[self.members]))
+        return {"answer": float(best.scores[0] >= best.line), "truth": truth, "shadow_auroc": best.shadow_auroc}
 
     def _leakage(self, trainer: Trainer, module: LightningModule, matching: Matching) -> dict[str, float]:
         """PSNR of one non-member, by reading the first layer and by matching."""

@@ -62,7 +62,7 @@ class ClustersCallback(NamedArguments, Callback):
             self._journal.forget()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the table, or go on with it."""
+        """Open or resume the table."""
         module: Any = pl_module
         folder = self.folder or trainer.log_dir  # asked for on every rank
         written = folder is not None and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]

@@ -249,7 +249,7 @@ class Dashboard(NamedArguments, Callback):
         return {"clients": self.history.state_dict(), "sketches": dict(self.sketches)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.history.load_state_dict(state_dict["clients"])
         self.sketches = dict(state_dict["sketches"])
 

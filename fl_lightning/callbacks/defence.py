@@ -251,7 +251,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
         return {"rounds": rounds, "earlier": earlier, "clip": self.clip}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.rounds, *self.earlier = (
             {int(number): Round(*took) for number, took in fit.items()}
             for fit in (state_dict["rounds"], *state_dict.get("earlier", ()))

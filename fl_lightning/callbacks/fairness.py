@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,13 @@ from fl_lightning.errors import FederationError
 from fl_lightning.federation import Split
 from fl_lightning.loggers import step_of, tensorboards
 from fl_lightning.metrics import ACCURACY, Measure, fairness_summary, group_means
-from fl_lightning.metrics.fairness import corrected_variance, corrected_worst_decile, fairness_intervals, scored
+from fl_lightning.metrics.fairness import (
+    corrected_variance,
+    corrected_worst_decile,
+    fairness_intervals,
+    gap_interval,
+    scored,
+)
 from fl_lightning.module import FederatedModule
 from fl_lightning.sheet import markdown
 
@@ -176,7 +183,10 @@ class FairnessCallback(Several):
         if self._groups is not None and len(self._names) > 1:
             rows += [_row(n, accuracies, self._groups == g, local, measure) for g, n in enumerate(self._names)]
             gap = measure.scale * fairness_summary(accuracies, self._groups, measure=measure)["gap"]
-            rows.append({**dict.fromkeys(rows[0], ""), "population": "gap", measure.title: _printed(gap, measure)})
+            low, high = (measure.scale * end for end in gap_interval(accuracies, self._groups, measure=measure))
+            ends = f"{_printed(low, measure)} to {_printed(high, measure)}"
+            told = {"population": "gap", measure.title: _printed(gap, measure), f"{measure.title} (95%)": ends}
+            rows.append({**dict.fromkeys(rows[0], ""), **told})
         return rows
 
     def _write(self, trainer: Trainer, module: Any, split: Split) -> None:
@@ -285,6 +295,8 @@ def _row(population: str, accuracies: Tensor, members: Tensor, local: Tensor | N
     ends = fairness_intervals(own, measure=measure)
     mean = _printed(measure.scale * scored(own).mean(), measure)
     row = {"population": population, "clients": str(len(scored(own))), measure.title: mean}
+    low, high = (measure.scale * end for end in ends.get("mean", (math.nan, math.nan)))
+    row[f"{measure.title} (95%)"] = f"{_printed(low, measure)} to {_printed(high, measure)}"
     for column, name in COLUMNS.items():
         if name in summary:
             unit = 100 if name == "local_worse" else measure.scale if name in SCORES else 1

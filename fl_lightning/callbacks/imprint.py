@@ -52,7 +52,7 @@ class ImprintCallback(AttackCallback):
         local_steps: steps of the extra request, all of them on the batch.
         disturb: send the crafted message in the run itself.
         attacked_round: the round in which that is done, from 0.
-        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
         every: attack after every so many rounds too, not only at the end.
         group: what of the federation's ``meta`` divides the clients in the report.
         folder: where the report is written; None means the Trainer's log folder.
@@ -179,7 +179,7 @@ class ImprintCallback(AttackCallback):
         return {**super().state_dict(), "answers": {client: list(both) for client, both in self._answers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         super().load_state_dict(state_dict)
         self._answers = {client: (received, sent) for client, (received, sent) in state_dict["answers"].items()}
 

@@ -53,7 +53,7 @@ class ModelInversionCallback(AttackCallback):
         most_classes: how many of a client's classes are reconstructed at most.
         judge_epochs: passes over the data in which the judging classifier is trained.
         judge: a file that keeps the judge for other runs on the same data; written if it is not there.
-        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
         every: attack after every so many rounds too, not only at the end.
         memory: how many messages of a client the server's view uses.
         group: what of the federation's ``meta`` divides the clients in the report.

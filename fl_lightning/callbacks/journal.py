@@ -81,7 +81,7 @@ class Journal:
         return {"path": path, "size": self.size, "sum": self.sum}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint with the next :meth:`open`."""
+        """Resume from a checkpoint with the next :meth:`open`."""
         self.path = None if state["path"] is None else Path(state["path"])
         self.size, self.sum = int(state["size"]), int(state["sum"])
 

@@ -48,7 +48,7 @@ class GradientLeakageCallback(AttackCallback):
         variation: weight of the total variation.
         signed: whether Adam steps along the signs of the gradient.
         local_steps: the client's steps, all of them on the batch.
-        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
         every: attack after every so many rounds too, not only at the end.
         group: what of the federation's ``meta`` divides the clients in the report.
         folder: where the report is written; None means the Trainer's log folder.

@@ -44,7 +44,7 @@ class Total(NamedTuple):
 
 
 class LedgerCallback(FederatedCallback):
-    """Writes down every message, up and down, and fails the run if a private entry crosses.
+    """Records every message, up and down, and fails the run if a private entry is sent.
 
     Messages of the same names, shapes and types have one *layout*, noted once. In the log folder ``ledger.csv`` grows
     by one line per message; at the end of a fit it also gets ``ledger_layouts.csv`` (the entries of every layout) and
@@ -57,7 +57,7 @@ class LedgerCallback(FederatedCallback):
     snapshot.
 
     Args:
-        assert_private: end the run with an error if a private entry crosses.
+        assert_private: end the run with an error if a private entry is sent.
         folder: where the files are written; None means the Trainer's log folder.
     """
 
@@ -84,7 +84,7 @@ class LedgerCallback(FederatedCallback):
             self._totals, self._rounds, self._now = dict.fromkeys(DIRECTIONS, Total()), 0, []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the file, or go on with it, and write down what clients told when they joined."""
+        """Open or resume the file, and record the clients' introductions."""
         self._journal.open(self._path(trainer), ",".join(Line._fields) + "\r\n")
         self._write_joined(trainer, pl_module)
 
@@ -154,7 +154,7 @@ class LedgerCallback(FederatedCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self._journal.load_state_dict(state_dict["journal"])
         self._totals = {direction: Total(*state_dict["totals"][direction]) for direction in DIRECTIONS}
         self._rounds, self._now = state_dict["rounds"], [Line(*line) for line in state_dict["now"]]

@@ -52,7 +52,7 @@ class MembershipInferenceCallback(AttackCallback):
             samples better than any client of the target does.
         online: half of the shadow federations are trained on each attacked sample, too, and ``lira_online`` and
             ``rmia_online`` are carried out.
-        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
         every: attack after every so many rounds too, not only at the end.
         memory: how many messages of a client the server's view uses.
         group: what of the federation's ``meta`` divides the clients in the report.

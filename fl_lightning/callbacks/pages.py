@@ -26,7 +26,7 @@ PAGES: dict[str, re.Pattern[str]] = {
 GROUPS = {"%": "percent", "MB": "MB"}
 #: Endings of shares among the numbers of attacks and methods.
 _SHARES = re.compile(r"^personal/|(accuracy|attack_acc|tpr_at_\d+|used|moved)(_low|_high)?$")
-#: Numbers that Lightning adds and nobody wants a chart of.
+#: Metrics of Lightning that get no chart.
 _HIDDEN = re.compile(r"epoch$|hp_metric$|lr-")
 
 #: Endings of scores over clients, in words, and whether they are in the unit of the metric that counts.

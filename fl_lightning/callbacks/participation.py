@@ -269,7 +269,7 @@ class ClientMembershipCallback(AttackCallback):
         return {**super().state_dict(), "observed": [one._asdict() for one in self.observed]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         super().load_state_dict(state_dict)
         self.observed = deque((Observed(**one) for one in state_dict["observed"]), maxlen=self.memory)
 

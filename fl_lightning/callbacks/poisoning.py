@@ -178,7 +178,7 @@ class DataPoisoningCallback(PoisoningCallback):
         )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the data back as it was."""
+        """Restore the data."""
         if self._clean is not None:
             trainer.datamodule.federation = self._clean  # type: ignore[attr-defined]
             self._clean = None

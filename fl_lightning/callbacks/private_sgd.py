@@ -85,7 +85,7 @@ class PrivateSGDCallback(FederatedCallback):
         """Leave messages as they are: their entries were trained privately."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the method back as it was."""
+        """Restore the method."""
         if self._private is not None:
             for name in REPLACED:
                 delattr(pl_module, name)
@@ -117,7 +117,7 @@ class PrivateSGDCallback(FederatedCallback):
         return {"rounds": {n: dict(took) for n, took in self.rounds.items()}, "earlier": dict(self._earlier)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.rounds, self._earlier = dict(state_dict["rounds"]), Counter(state_dict["earlier"])
 
     def _releases(self) -> Counter[int]:

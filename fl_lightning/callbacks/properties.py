@@ -57,7 +57,7 @@ class PropertyInferenceCallback(AttackCallback):
         value: a group of ``meta``, instead of ``label``.
         shadows: made-up clients with the property, and as many without.
         samples: rows of a made-up client at most.
-        clients: how many clients are attacked, those heard last (after a test, picked at random); None means all.
+        clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
         every: attack after every so many rounds too, not only at the end.
         group: what of the federation's ``meta`` holds ``value``, and divides the clients in the report.
         folder: where the report is written; None means the Trainer's log folder.

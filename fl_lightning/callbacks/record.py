@@ -97,7 +97,7 @@ class ClientHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.rounds, self.scores = list(state["rounds"]), list(state["scores"])
         self._last, self._seen, self._stride = state["last"], state["seen"], state["stride"]
 
@@ -251,7 +251,7 @@ class RunRecord(NamedArguments, Callback):
         return {**last, "clients": self.history.state_dict(), "seconds": self.elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self._journal.load_state_dict(state_dict["journal"])
         self._round = int(state_dict["round"])
         rows = [json.loads(line) for line in self._journal.text().splitlines()]

@@ -328,7 +328,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         return {} if self._key is None else {"key": self._key.hex()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self._key = bytes.fromhex(state_dict["key"]) if self.secret_cohorts else None
 
     @property

@@ -31,7 +31,7 @@ class ImageData(FederatedDataModule):
     Args:
         root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
         download: fetch the data when it is not there.
-        standardize: subtract the mean of each channel and divide by its deviation; else pixels lie in [0, 1].
+        standardize: standardise each channel; otherwise pixels are in [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -106,7 +106,7 @@ class MNIST(ImageData):
     Args:
         root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
         download: fetch the data when it is not there.
-        standardize: subtract the mean of each channel and divide by its deviation; else pixels lie in [0, 1].
+        standardize: standardise each channel; otherwise pixels are in [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -131,7 +131,7 @@ class FashionMNIST(MNIST):
     Args:
         root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
         download: fetch the data when it is not there.
-        standardize: subtract the mean of each channel and divide by its deviation; else pixels lie in [0, 1].
+        standardize: standardise each channel; otherwise pixels are in [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -147,7 +147,7 @@ class CIFAR10(ImageData):
     Args:
         root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
         download: fetch the data when it is not there.
-        standardize: subtract the mean of each channel and divide by its deviation; else pixels lie in [0, 1].
+        standardize: standardise each channel; otherwise pixels are in [0, 1].
         **kwargs: as for every DataModule.
     """
 

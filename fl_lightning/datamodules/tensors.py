@@ -38,7 +38,7 @@ class TensorFederation(FederatedDataModule):
             whole ones are that are not less than there are samples.
         mean: subtracted from a batch's inputs, broadcast over (B, ...).
         std: divides a batch's inputs.
-        global_test: indices of a test set that belongs to nobody, with ``train`` only.
+        global_test: indices of a global test set, with ``train`` only.
         label_maps: each client's label permutation, shape (clients, classes), with ``train`` only.
         meta: what is known of the clients, one value each, with ``train`` only.
         transform: ``transform(inputs, rng)`` changes one client's raw training batch when ``augment`` is on.

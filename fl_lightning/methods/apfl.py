@@ -20,7 +20,7 @@ OWN, MIXED, ALPHA = "own.", "mixed.", "own_share"
 
 
 class APFL(FederatedModule):
-    """Clients train the shared model w as FedAvg does, and beside it v_i, which is used mixed, m = a v_i + (1 - a) w.
+    """Clients train the shared model w as FedAvg does, and their own v_i, used in the mixture m = a v_i + (1 - a) w.
 
     On every minibatch, all right-hand sides before the step,
 

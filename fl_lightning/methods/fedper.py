@@ -1,4 +1,4 @@
-"""FedPer (Arivazhagan et al., 2019): a shared base and a head of one's own."""
+"""FedPer (Arivazhagan et al., 2019): a shared base and a private head."""
 
 from __future__ import annotations
 

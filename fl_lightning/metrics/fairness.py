@@ -124,7 +124,7 @@ def corrected_worst_decile(accuracies: Tensor, samples: Tensor) -> Tensor:
 def fairness_intervals(
     accuracies: Tensor, seed: int = 0, draws: int = 500, level: float = 0.95, measure: Measure = ACCURACY
 ) -> dict[str, tuple[float, float]]:
-    """Return bootstrap intervals over clients of ``variance``, ``worst10``, ``jain`` and ``entropy``, by name.
+    """Return bootstrap intervals over clients of ``mean``, ``variance``, ``worst10``, ``jain``, ``entropy``, by name.
 
     Args:
         accuracies: shape (clients,).
@@ -141,13 +141,46 @@ def fairness_intervals(
     if not len(a):
         return {}
     picks = torch.from_numpy(seeding.stream(seed, "bootstrap").integers(len(a), size=(draws, len(a))))
-    drawn = [fairness_summary(row, measure=measure) for row in a[picks]]
+    drawn = [{"mean": row.mean(), **fairness_summary(row, measure=measure)} for row in a[picks]]
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     found = {}
     for name in drawn[0]:
         low, high = torch.quantile(torch.stack([one[name] for one in drawn]), ends).tolist()
         found[name] = (low, high)
     return found
+
+
+def gap_interval(
+    accuracies: Tensor,
+    groups: Tensor,
+    seed: int = 0,
+    draws: int = 500,
+    level: float = 0.95,
+    measure: Measure = ACCURACY,
+) -> tuple[float, float]:
+    """Return the bootstrap interval of the gap, clients drawn within majority and minority; NaN where one is empty.
+
+    Args:
+        accuracies: shape (clients,).
+        groups: each client's group, numbered from 0, int64, shape (clients,).
+        seed: of the draws.
+        draws: their number.
+        level: of confidence.
+        measure: what the scores are.
+
+    Example:
+        >>> gap_interval(torch.tensor([0.75, 0.75, 0.5]), torch.tensor([0, 0, 1]))
+        (0.25, 0.25)
+    """
+    means, rng = [], seeding.stream(seed, "bootstrap.gap")
+    for group in majority_minority(groups):
+        own = scored(accuracies[groups == group]).double().cpu()
+        if not len(own):
+            return math.nan, math.nan
+        means.append(own[torch.from_numpy(rng.integers(len(own), size=(draws, len(own))))].mean(1))
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.quantile(measure.sign * (means[0] - means[1]), ends).tolist()
+    return low, high
 
 
 def worst_decile(accuracies: Tensor, measure: Measure = ACCURACY) -> Tensor:

@@ -74,7 +74,7 @@ class Recorder(Callback):
         return {"curves": curves, "times": times, "seconds": self.elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.curves, self.seconds = dict(state_dict["curves"]), float(state_dict["seconds"])
         self.times = dict(state_dict.get("times", {}))  # checkpoints of older versions have none
 

@@ -13,6 +13,7 @@ from fl_lightning.papers import figures, marked, tables
 from fl_lightning.papers.measure import results
 from fl_lightning.papers.records import Records, Result
 from fl_lightning.papers.tables import Cell
+from fl_lightning.papers.words import name_of
 
 About = tuple[str, ...]
 #: Weights of FedDAF in a round: the largest, and how many clients count.
@@ -51,8 +52,8 @@ def keep_own(folder: Path, cell: Cell, run: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     if (run / "inversion.pt").exists():
         found = torch.load(run / "inversion.pt", weights_only=True)
-        title = f"{cell['dataset']}, {cell['partition']}"
-        figures.inversions({tables.line_name(cell): found}, stem.with_name(f"{stem.name}-inversion.png"), title)
+        title = _title((cell["dataset"], cell["partition"]))
+        figures.inversions({_line(tables.line_name(cell)): found}, stem.with_name(f"{stem.name}-inversion.png"), title)
     if (run / INFERRED).exists():
         marked.adopt(run / INFERRED, stem.with_name(f"{stem.name}-inferred.png"))
 
@@ -71,7 +72,8 @@ def _groups(records: Records, name: str) -> dict[About, dict[str, list[Result]]]
 
 def _group(runs: Mapping[str, list[Result]], about: About, stem: Path, accuracy: str, best: bool) -> list[Path]:
     """All pictures of one group of runs that these have enough in them for."""
-    every, title, drawn = [result for found in runs.values() for result in found], ", ".join(about), []
+    runs = {_line(line): found for line, found in runs.items()}
+    every, title, drawn = [result for found in runs.values() for result in found], _title(about), []
 
     def path(kind: str) -> Path:
         drawn.append(stem.with_name(f"{stem.name}{kind}.png"))
@@ -104,11 +106,12 @@ def _study(records: Records, name: str, study: Mapping[str, str], folder: Path) 
         plain = cell.get(study["x"]) is not None and not any(key in cell for key in tables.SCALES)
         found = results(records, cell) if plain else []
         if found:
-            lines.setdefault(str(cell[study["line"]]), {})[cell[study["x"]]] = found
+            lines.setdefault(name_of(str(cell[study["line"]])), {})[cell[study["x"]]] = found
     if not lines:
         return []
     path = folder / f"{name.replace('/', '-')}-by-{study['x']}.png"
-    figures.study(lines, path, name, study["x"], accuracy_of(name))
+    titles = {of: title for plan in tables.pages()["pages"] for of, title in plan["curves"].items()}
+    figures.study(lines, path, titles.get(name, name), study["x"], accuracy_of(name))
     return [path]
 
 
@@ -118,6 +121,17 @@ def _own(records: Records, name: str, folder: Path) -> list[Path]:
         return []
     kept = sorted((records.folder / OWN).glob(f"{name.replace('/', '-')}-*.png"))
     return [marked.copy(path, folder / path.name) for path in kept]
+
+
+def _line(name: str) -> str:
+    """A line's name in words."""
+    method, _, rest = name.partition(" ")
+    return ", ".join(filter(None, (name_of(method), rest)))
+
+
+def _title(about: About) -> str:
+    """A picture's title in words."""
+    return ", ".join(filter(None, map(name_of, about))).replace("\\", "")
 
 
 def _stem(name: str, about: About) -> str:

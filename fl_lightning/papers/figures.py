@@ -72,7 +72,7 @@ def spent(runs: Mapping[str, Runs], path: Path, title: str) -> None:
             axes.barh(list(runs), mean, left=left, color=colour, label=part)
             left += mean
         axes.invert_yaxis()
-        axes.set(xlabel="seconds a round", title=title)
+        axes.set(xlabel="seconds per round", title=title)
 
     _picture(draw, path)
 
@@ -315,6 +315,6 @@ def pays(panels: Mapping[str, tuple[list[str], list[str], list[list[tuple[str, f
                     axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_yticks(range(len(rows)), rows, fontsize=8)
         axes.set_xticks(range(len(columns)), columns)
-        axes.set(xlabel="training samples a client", title=title)
-    figure.suptitle("Best federated method, and points that it is ahead of Local")
+        axes.set(xlabel="training samples per client", title=title)
+    figure.suptitle("Best federated method and its gain over Local, in points")
     return save(figure, path)

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 #: Images of a picture at most.
 MOST = 12
+#: Logarithmic axes need a share of false alarms as small as this.
+COARSE = 0.01
 
 
 def roc_figure(
     attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4, found: str = "members found"
 ) -> Figure:
     """ROC curves on logarithmic axes, with the exact 95% interval of the members found.
+
+    Axes are linear where there are fewer than 100 non-members: then no share of false alarms is small.
 
     Args:
         attacks: scores and members by name.
@@ -47,8 +51,10 @@ def roc_figure(
         (line,) = axes.plot(alarms, hits, label=f"{name}: AUROC {float(attack_auroc(scores, members)):.3f}")
         low, high = zip(*ends, strict=True)
         axes.fill_between(alarms[some], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.plot([start, 1], [start, 1], color="grey", linestyle=":", label="chance")
-    axes.set(xscale="log", yscale="log", xlim=(start, 1), ylim=(start, 1))
+    scale = "log" if start <= COARSE else "linear"
+    low_end = start if scale == "log" else 0.0
+    axes.plot([low_end, 1], [low_end, 1], color="grey", linestyle=":", label="chance")
+    axes.set(xscale=scale, yscale=scale, xlim=(low_end, 1), ylim=(low_end, 1.04))
     axes.set(xlabel="false alarms", ylabel=found)
     axes.legend(fontsize="x-small", loc="lower right")
     return figure

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.callbacks import ClassifierAttackCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.gradients import Matching
+from fl_lightning.privacy.inversion import Inversion
 
 
 class Stock(L.LightningModule):
@@ -85,7 +86,48 @@ def test_what_learnt_nothing_gives_chance(tmp_path: Path) -> None:
     assert "leakage" not in callback.scores
 
 
+def blobs(shares: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Classes that are bright in a row of their own, in these shares."""
+    generator = torch.Generator().manual_seed(1)
+    y = torch.multinomial(torch.tensor(shares), 200, replacement=True, generator=generator)
+    x = 0.3 * torch.rand(200, 1, 6, 6, generator=generator)
+    x[torch.arange(200), 0, y] += 0.6
+    return x, y
+
+
+@pytest.mark.parametrize("much", [True, False])
+def test_classes_are_reconstructed_and_their_shares_inferred(much: bool, tmp_path: Path) -> None:
+    """The training data has 70% or 10% of class 0."""
+    members, others = blobs((0.7, 0.1, 0.1, 0.1) if much else (0.1, 0.3, 0.3, 0.3)), blobs((0.4, 0.2, 0.2, 0.2))
+    callback = ClassifierAttackCallback(
+        members,
+        others,
+        lambda: Stock(),
+        shadows=6,
+        epochs=4,
+        matching=None,
+        inversion=Inversion(steps=150, starts=2, variation=0.1),
+        holds=lambda labels: bool((labels == 0).double().mean() >= 0.4),
+        property_size=60,
+        folder=str(tmp_path),
+    )
+    module = Stock()
+    trainer = L.Trainer(
+        max_epochs=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(module, DataLoader(TensorDataset(*members), 20, shuffle=True))
+    callback._strike(trainer, module)
+    assert callback.scores["inversion"]["same"] == 1.0
+    assert callback.scores["inversion"]["psnr"] > 5
+    found = callback.scores["property"]
+    assert found["truth"] == found["answer"] == float(much)
+    assert found["shadow_auroc"] > 0.8
+    assert (tmp_path / "attack_inversion.png").exists()
+
+
 def test_bad_settings_are_refused() -> None:
+    with pytest.raises(FederationError, match="trains shadows: pass make"):
+        ClassifierAttackCallback(*samples(), holds=lambda labels: True)
     with pytest.raises(FederationError, match="shadows must be an even number of 2 or more, not 3"):
         ClassifierAttackCallback(*samples(), shadows=3)
     with pytest.raises(FederationError, match="needs members and non-members"):

@@ -83,8 +83,8 @@ def test_callbacks_follow_the_headline_metric(tmp_path: Path) -> None:
     assert "test/variance_corrected" not in logged
     folder = Path(loggers[0].log_dir)
     table = (folder / "fairness_test.md").read_text().splitlines()
-    assert table[0].startswith("| population | clients | RMSE | worst tenth")
-    assert float(table[2].split("|")[4]) == pytest.approx(float(errors[3]), rel=1e-4)
+    assert table[0].startswith("| population | clients | RMSE | RMSE (95%) | worst tenth")
+    assert float(table[2].split("|")[5]) == pytest.approx(float(errors[3]), rel=1e-4)
     record = json.loads((folder / "run.json").read_text())
     assert record["measure"] == {"name": "rmse", "higher_is_better": False, "share": False}
     assert record["clients"]["accuracy"][-1] == pytest.approx(errors.tolist(), rel=1e-4)

@@ -1,4 +1,4 @@
-"""sequential == stacked, whatever the net, the sizes, the order and the stacking."""
+"""All engines give equal results for all nets, sizes, orders and stacks."""
 
 from __future__ import annotations
 

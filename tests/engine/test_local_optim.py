@@ -1,4 +1,4 @@
-"""Local optimizers are torch.optim's, in every engine, whatever the stack does."""
+"""Local optimizers equal torch.optim's in every engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private SGD: gradients of single samples as opacus makes them, noise of the stated size, all engines alike."""
+"""Private SGD: per-sample gradients equal opacus', noise has the stated scale, engines agree."""
 
 from __future__ import annotations
 

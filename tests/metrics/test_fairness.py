@@ -21,6 +21,7 @@ from fl_lightning.metrics import (
     corrected_worst_decile,
     fairness_intervals,
     fairness_summary,
+    gap_interval,
     gap_to_local,
     group_means,
     jain_index,
@@ -183,6 +184,27 @@ def test_sampling_of_test_samples_is_taken_off_the_variance() -> None:
     assert sum(raw) / 100 == pytest.approx(80, rel=0.06)
     assert sum(corrected) / 100 < 8
     assert sum(spread) / 100 == pytest.approx(100, rel=0.06)  # 0.1 squared, in percent
+
+
+def test_accuracies_that_differ_by_sampling_alone_have_a_corrected_variance_of_nothing() -> None:
+    """By hand: 100 clients at 0.8 of 20 samples, as many right answers as the binomial distribution says."""
+    right = torch.arange(21)
+    chance = torch.distributions.Binomial(20, torch.tensor(0.8).double()).log_prob(right.double()).exp()
+    clients = (100 * chance).round().long()
+    accuracies = (right / 20).double().repeat_interleave(clients)
+    samples = torch.full((len(accuracies),), 20)
+    assert float(accuracy_variance(accuracies)) == pytest.approx(80, abs=6)
+    assert float(corrected_variance(accuracies, samples)) < 1
+
+
+def test_the_interval_of_a_gap_holds_the_truth() -> None:
+    """Two groups of 200 clients at 0.8 and 0.7, each with a standard deviation of 0.1."""
+    draws = 0.1 * torch.randn(2, 200, generator=torch.Generator().manual_seed(0)).double()
+    accuracies, groups = torch.cat((0.8 + draws[0], 0.7 + draws[1])), torch.arange(400) // 200
+    low, high = gap_interval(accuracies, groups)
+    assert low < 0.1 < high
+    assert high - low == pytest.approx(2 * 1.96 * 0.1 * (2 / 200) ** 0.5, rel=0.15)
+    assert all(end != end for end in gap_interval(torch.tensor([0.5, float("nan")]), torch.tensor([0, 1])))
 
 
 def test_bad_luck_is_taken_off_the_worst_tenth() -> None:

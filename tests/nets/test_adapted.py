@@ -1,4 +1,4 @@
-"""Transformers, U-Net, codes and LoRA: what they compute, and that stacks of them train as one after the other."""
+"""Transformers, U-Net, embeddings of codes and LoRA: values, and stacked training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedNet: a net is described by plain values and made again from them."""
+"""FedNet: nets round-trip through descriptions in plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BatchNorm turned into GroupNorm: what is replaced, by what, and what then no longer depends on the batch."""
+"""Conversion of BatchNorm to GroupNorm, after which outputs are independent of the batch."""
 
 from __future__ import annotations
 

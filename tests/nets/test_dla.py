@@ -1,4 +1,4 @@
-"""DLA: exact sizes, shapes, and what its trees join."""
+"""DLA: exact sizes, shapes, and the structure of its trees."""
 
 from __future__ import annotations
 

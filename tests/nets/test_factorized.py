@@ -1,4 +1,4 @@
-"""Factorised layers: what they compute, how they start, how any net gets them."""
+"""Factorised layers: values, initialisation, and conversion of nets."""
 
 from __future__ import annotations
 

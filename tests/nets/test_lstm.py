@@ -1,4 +1,4 @@
-"""The bidirectional LSTM: exact size, padding that is not there, and every engine."""
+"""The bidirectional LSTM: exact size, padding without effect, and every engine."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_weights_of_the_agents_by_round_are_kept_and_drawn(tmp_path: Path, monke
     monkeypatch.setattr(figures, "agents", lambda *args: (drawn.append(args), kept(*args)))
     tmp_path.joinpath("docs").mkdir()
     paths = draw(records, "waffle_avg/table1", tmp_path / "docs")
-    assert [list(runs) for runs, *_ in drawn] == [["waffle_avg"]]
+    assert [list(runs) for runs, *_ in drawn] == [["WAFFLE, as published"]]
     stem = "waffle_avg-table1-mnist-distribution_C"
     assert [path.name for path in paths] == [f"{stem}{k}.png" for k in ("", "-weights", "-groups", "-clients")]
     assert all(path.stat().st_size > 5000 for path in paths)
@@ -64,9 +64,9 @@ def test_a_study_is_drawn_over_the_key_that_it_varies(tmp_path: Path, monkeypatc
     paths = draw(records, "fedbps/table2", tmp_path)
     ((lines, path, _, key, _),) = drawn
     assert key == "p"
-    assert lines.keys() == {"mnist", "fmnist", "cifar10"}
-    assert set(lines["mnist"]) == {0.3, 0.5, 0.7, 0.9, "auto"}
-    assert all(len(results) == 2 for results in lines["mnist"].values())
+    assert lines.keys() == {"MNIST", "Fashion-MNIST", "CIFAR-10"}
+    assert set(lines["MNIST"]) == {0.3, 0.5, 0.7, 0.9, "auto"}
+    assert all(len(results) == 2 for results in lines["MNIST"].values())
     assert path.stat().st_size > 5000
     assert [one.name for one in paths] == ["fedbps-table2-by-p.png"]
 

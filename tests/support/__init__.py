@@ -1,4 +1,4 @@
-"""Small federations and runs that the tests share."""
+"""Small federations and runs shared by tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAGGED = (40, 27, 33, 16)
 
 
 class Idle(FedAvg):
-    """FedAvg whose clients take no step."""
+    """FedAvg without local steps."""
 
     def phases(self) -> list[Phase]:
         return [Phase(0, self.trainable_names)]
@@ -32,7 +32,7 @@ class Idle(FedAvg):
 def blobs(
     sizes: Sequence[int] = RAGGED, shape: tuple[int, ...] = (FEATURES,), seed: int = 0, **kwargs: Any
 ) -> TensorFederation:
-    """Gaussian classes, each client with a skew of its own and ten test samples; nothing is held out."""
+    """Gaussian classes, each client with its own skew and ten test samples, without validation samples."""
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(CLASSES, *shape, generator=generator)
     inputs, targets, train, test = [], [], [], []
@@ -58,7 +58,7 @@ def mlp(seed: int = 0, hidden: tuple[int, ...] = (16,)) -> MLP:
 
 
 def trainer(rounds: int = 3, **kwargs: Any) -> Trainer:
-    """A silent stock Trainer on the CPU in float64, unless told otherwise."""
+    """Build a silent stock Trainer on the CPU, by default in float64."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     settings: dict[str, Any] = {
         "max_epochs": rounds,
@@ -85,18 +85,18 @@ def fit(
 
 
 def weights(method: FederatedModule) -> dict[str, Tensor]:
-    """The server's entries, copied."""
+    """Copy the server's entries."""
     return {name: value.detach().clone() for name, value in method.net.state_dict().items()}
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Largest absolute difference over all entries; the names must be the same."""
+    """Return the largest absolute difference over all entries; the names must be equal."""
     assert left.keys() == right.keys()
     return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
 
 
 def sgd(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], **kwargs: Any) -> None:
-    """The reference: a bare PyTorch loop."""
+    """Train with a bare PyTorch loop, the reference."""
     optimizer = torch.optim.SGD(net.parameters(), **kwargs)
     net.train()
     for x, y in batches:
@@ -106,7 +106,7 @@ def sgd(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], **kwargs: Any)
 
 
 def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> TensorFederation:
-    """Two kinds of clients: the same inputs by class, but odd clients call every class by the next one's name."""
+    """Two kinds of clients: the same inputs by class, but odd clients shift all labels by one."""
     generator = torch.Generator().manual_seed(seed)
     centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
     y = torch.arange(clients * (size + 8)) % CLASSES
@@ -124,5 +124,5 @@ def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> T
 
 
 def untimed(summary: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a round, without times."""
+    """Return the metrics of a round, without times."""
     return {name: value for name, value in summary.items() if not name.startswith("time/")}

@@ -1,4 +1,4 @@
-"""TensorBoard on loopback, and pictures of pages where Chromium is installed."""
+"""TensorBoard on loopback, and screenshots of pages if Chromium is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 
 class Board:
-    """A TensorBoard that serves a folder to this machine alone, for as long as the process lives."""
+    """A TensorBoard that serves a folder on loopback until this process ends."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard import program
@@ -33,7 +33,7 @@ class Board:
             return json.load(answer)
 
     def wait(self, path: str, runs: int = 1) -> Any:
-        """Call ``get`` until so many runs have been read."""
+        """Call ``get`` until enough runs have been read."""
         for _ in range(300):
             found = self.get(path)
             if len([value for value in found.values() if value]) >= runs:
@@ -43,13 +43,13 @@ class Board:
 
 
 def screenshot(url: str, path: Path, width: int = 1400, height: int = 1600) -> None:
-    """Save what a browser shows, or skip the test where there is none."""
+    """Save a screenshot of a page, or skip the test without a browser."""
     said = _browse(url, f"--window-size={width},{height}", f"--screenshot={path}")
     assert path.exists(), said.stderr
 
 
 def page_text(url: str) -> str:
-    """A page as it is after its scripts have run, or skip the test where there is no browser."""
+    """Return a page after its scripts have run, or skip the test without a browser."""
     return _browse(url, "--dump-dom").stdout
 
 
@@ -65,7 +65,7 @@ def _browse(url: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def colours(path: Path) -> int:
-    """How many different colours a picture has: a blank page has few."""
+    """Count the colours of a picture; a blank page has few."""
     import numpy as np
     from PIL import Image
 

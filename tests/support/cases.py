@@ -1,4 +1,4 @@
-"""Every method and variant on small nets: the runs whose numbers are recorded in ``golden.json``."""
+"""Every method and variant on small nets, with results recorded in ``golden.json``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Case:
         return self.name
 
     def make(self, net: str, policy: str = "average", engine: str = "stacked", **more: Any) -> FederatedModule:
-        """The method, ready to be fitted."""
+        """Build the method."""
         settings = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": engine, "seed": 3, "buffers": policy}
         kind: Callable[..., FederatedModule] = getattr(methods, self.method)
         return kind(NETS[net](), **{**settings, **self.options, **more})
@@ -146,7 +146,7 @@ CASES = [
 
 
 def data(case: Case) -> Any:
-    """Five ragged clients, of which some never train."""
+    """Five ragged clients, some of which never train."""
     return blobs(SIZES, fraction=case.fraction, seed=3, **case.data)
 
 
@@ -159,7 +159,7 @@ def run(case: Case, net: str, policy: str, engine: str, callbacks: Sequence[Any]
 
 
 def parts(method: FederatedModule) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a finished run by part: the server's, the clients', the personal models and the scores."""
+    """Return the tensors of a finished run by part: server, clients, personal models and scores."""
     private: dict[str, Tensor] = {}
     for client in method.snapshots:
         shot = method.snapshots[client]
@@ -178,7 +178,7 @@ def parts(method: FederatedModule) -> dict[str, dict[str, Tensor]]:
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """A hash of names, shapes, types and bits."""
+    """Hash names, shapes, types and bits."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
@@ -188,7 +188,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 def checksum(tensors: dict[str, Tensor]) -> float:
-    """A number that hardly changes where bits are rounded otherwise: a weighted sum of all entries."""
+    """Return a weighted sum of all entries, which other rounding hardly changes."""
     total = 0.0
     for place, name in enumerate(sorted(tensors)):
         value = tensors[name].detach().cpu().double().flatten().nan_to_num(-1.0)
@@ -198,7 +198,7 @@ def checksum(tensors: dict[str, Tensor]) -> float:
 
 
 def platform() -> str:
-    """The versions and processor features on which bits are the same."""
+    """Return the versions and processor features for which bits are reproducible."""
     vendor = "unknown"
     try:
         with open("/proc/cpuinfo") as file:
@@ -209,5 +209,5 @@ def platform() -> str:
 
 
 def same(found: float, wanted: float) -> bool:
-    """Whether two checksums agree but for rounding."""
+    """Return whether two checksums agree up to rounding."""
     return math.isclose(found, wanted, rel_tol=1e-7, abs_tol=1e-7)

@@ -18,7 +18,7 @@ QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Run a command that must end in one sentence and exit code 2; returns the sentence."""
+    """Run a command that must fail with one sentence and exit code 2; return the sentence."""
     with pytest.raises(SystemExit) as end:
         main(list(argv))
     assert end.value.code == 2

@@ -74,14 +74,14 @@ class Deployed:
         rounds: int = cases.ROUNDS,
         **how: Any,
     ) -> Any:
-        """The case over Flower; what clients keep lies in the folder under its name.
+        """Run the case over Flower; private state is stored in a folder with its name.
 
         Args:
             case: the case.
             net: name of its net.
-            policy: what it does with buffers.
-            callbacks: those of the run, on both sides.
-            rounds: how many.
+            policy: its buffer policy.
+            callbacks: callbacks of the run, on both sides.
+            rounds: number of rounds.
             how: options of :class:`RemoteClients`.
         """
         torch.manual_seed(0)

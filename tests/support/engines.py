@@ -1,4 +1,4 @@
-"""Nets and runs that are the same on every engine, and how far two runs are apart."""
+"""Nets and runs that must give the same results on every engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Dropped(nn.Module):
 
 
 class Drifting(nn.Module):
-    """Reassigns a buffer in the forward pass, which in-place tricks miss."""
+    """Reassigns a buffer in the forward pass instead of changing it in place."""
 
     mean: Tensor
 

@@ -1,4 +1,4 @@
-"""A federation on this machine: real superlink and supernodes with keys, and a worker that answers backwards."""
+"""A federation on this machine: real superlink and supernodes with keys, and a worker that reverses bytes."""
 
 import socket
 import threading
@@ -29,7 +29,7 @@ def wait_for(true, seconds, words="what was awaited"):
 
 
 def descendants(pid):
-    """Names by number of the processes that a process started, and of those that they started."""
+    """Return the names of a process's descendants by process ID."""
     parents, lines = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -47,13 +47,13 @@ def descendants(pid):
 
 
 def one(pid, name):
-    """Number of the descendant that runs one of Flower's commands."""
+    """Return the process ID of the descendant that runs one of Flower's commands."""
     (found,) = [number for number, line in descendants(pid).items() if line == name[:15]]
     return found
 
 
 def alive(numbers):
-    """Which of some processes of Flower still run; worker processes of other tests are not counted."""
+    """Return which of some processes of Flower still run; worker processes of other tests are ignored."""
     running = set()
     for number in numbers:
         try:
@@ -67,7 +67,7 @@ def alive(numbers):
 
 
 def listening():
-    """Ports of this machine that a process listens on."""
+    """Return the ports of this machine that a process listens on."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     return {int(line.split()[1].split(":")[1], 16) for line in lines if line.split()[3] == "0A"}
 

@@ -1,4 +1,4 @@
-"""Every method with every task and every local optimizer, on small nets: it runs, or refuses in a sentence."""
+"""Every method with every task and every local optimizer, on small nets: it runs or raises a clear error."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OPTIMIZERS: dict[str, LocalOptimizer] = {
     "AdamW": AdamW(),
     "RMSprop": RMSprop(),
 }
-#: Methods whose arithmetic holds for plain SGD alone.
+#: Methods that require plain SGD.
 PLAIN = ("SCAFFOLD", "WAFFLEAvg", "QFFL", "PFedMe")
-#: What methods need on so small a federation besides a net.
+#: Options that methods need on such a small federation.
 OPTIONS: dict[str, dict[str, Any]] = {
     "FedGN": {"groups": 2},
     "FedPer": {"personal": ["head"]},
@@ -76,7 +76,7 @@ class Tokens(nn.Module):
         self.embed, self.fc1, self.head = nn.Embedding(outputs, 4), nn.Linear(4, 6), nn.Linear(6, outputs)
 
     def units(self) -> list[Units]:
-        """The hidden units, for FedMA: an embedding is no part of a chain that can be derived."""
+        """Return the hidden units, for FedMA: they cannot be derived with an embedding."""
         return [units_between(self, ["fc1"], ["head"])]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ METHODS: Sequence[str] = sorted(methods.__all__)
 
 
 def attempt(method: str, task: str, optimizer: str, **more: Any) -> FederatedModule | str:
-    """The method after two rounds, or the sentence in which it refuses."""
+    """Return the method after two rounds, or the error message."""
     kind, problem = getattr(methods, method), PROBLEMS[task]
     options = {"lr": 0.01, "batch_size": 5, "engine": "sequential", "seed": 0, **OPTIONS.get(method, {}), **more}
     try:

@@ -1,4 +1,4 @@
-"""A federation that can only be learned by heart, and runs on it."""
+"""A federation that can only be memorised, and runs on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFUSED = {"QFFL", "FedDAF", "FedMA", "WeightErosion", "WAFFLEAvg", "IFCA", "FeS
 
 
 def noise(rows: int = 2400, clients: int = CLIENTS, **kwargs: Any) -> TensorFederation:
-    """Random inputs with random labels; most rows are nobody's."""
+    """Random inputs with random labels; most rows belong to no client."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 20, generator=generator)
     y = torch.randint(4, (rows,), generator=generator)
@@ -24,7 +24,7 @@ def noise(rows: int = 2400, clients: int = CLIENTS, **kwargs: Any) -> TensorFede
 
 
 def net(width: int = 64, seed: int = 0) -> MLP:
-    """An MLP wide enough to learn a client's samples by heart."""
+    """An MLP wide enough to memorise a client's samples."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return MLP(20, (width,), 4, bias=True)

@@ -1,4 +1,4 @@
-"""Small problems whose answers are known, and nets for them."""
+"""Small problems with known solutions, and nets for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support import CLASSES, FEATURES
 
 
 class Point(nn.Module):
-    """A net that ignores its input but for the client's optimum and curvature, which the loss reads."""
+    """A net with a quadratic loss; the inputs hold the client's optimum and curvature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Point(nn.Module):
 
 
 def twins(**kwargs: Any) -> TensorFederation:
-    """Agents 0 and 1 have the very same 12 samples, agent 2 has others."""
+    """Clients 0 and 1 have the same 12 samples, client 2 has others."""
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(34, FEATURES, generator=generator), torch.arange(34) % CLASSES
     x, y = torch.cat((x, x[:12])), torch.cat((y, y[:12]))

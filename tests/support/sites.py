@@ -1,4 +1,4 @@
-"""Sites in this process: objects of their own, which share nothing with the server but bytes."""
+"""Sites in this process: separate objects that share only bytes with the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.remote import PrivateStore, RemoteClients, Site, SiteData
 from tests.support import cases, fit
 
-#: Changes a reply on its way, or gives none: by node, request and reply.
+#: Changes or drops a reply, given node, request and reply.
 Meddle = Callable[[str, bytes, bytes], "bytes | str"]
 
 
@@ -40,7 +40,7 @@ class InProcess:
 
 
 def site(make: Callable[[], FederatedModule], client: int, whole: Federation, folder: Path, **options: Any) -> Site:
-    """A client that has nothing of the others, in the precision of the tests."""
+    """A client without access to the others, in the precision of the tests."""
     method = make().double()
     return Site(client, method, whole.part([client]), PrivateStore(folder / str(client)), **options)
 
@@ -62,7 +62,7 @@ def serve(
     callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> Any:
-    """Fit a server whose clients are at the other end of a transport."""
+    """Fit a server with clients behind a transport."""
     server.double()  # as the Trainer would
     remote = RemoteClients(server, transport, clients, least, patience, callbacks=callbacks)
     server.exchange = remote
@@ -76,7 +76,7 @@ def case_network(case: cases.Case, net: str, policy: str, folder: Path) -> InPro
 
 
 def kept(transport: InProcess, server: FederatedModule) -> dict[str, Any]:
-    """All that the sites have of the versions that the server counts on, by number and name."""
+    """Return the sites' entries of the versions that the server refers to, by number and name."""
     import torch
 
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Runs that are stopped anywhere, in any way, and resumed."""
+"""Runs that are stopped at any point, in any way, and resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDS = 4
 
 
 class Stop(Callback):
-    """Does something drastic the n-th time a hook is called, of the whole run or of one round."""
+    """Stops the run in a given way at the n-th call of a hook, counted over the whole run or within one round."""
 
     def __init__(self, hook: str, times: int, act: Callable[[], None], round: int | None = None) -> None:
         self.times, self.act, self.round = times, act, round
@@ -68,7 +68,7 @@ def run(
 
 
 def stopped(method: FederatedModule, folder: Path, *callbacks: Callback, early: bool = False, data: Any = None) -> None:
-    """Run in a forked child, which may die in any way; what it says at its end is in the folder's ``stderr``.
+    """Run in a forked child, which may die in any way; its last output is in the folder's ``stderr``.
 
     Unless it is stopped ``early``, maybe in its first round, it must have left a checkpoint: else nothing is resumed.
     """

@@ -1,4 +1,4 @@
-"""Files of tweets as those of Sentiment140."""
+"""Files of tweets in the format of Sentiment140."""
 
 from __future__ import annotations
 

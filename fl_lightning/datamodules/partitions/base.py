@@ -34,7 +34,7 @@ class Partition:
         meta: what is known of the clients, a list with one value per client under each name
             (``mode``, ``dominant_class``, ``major_classes``, ``user``).
         label_maps: own label permutation of every client, int64, shape (clients, classes); None means none.
-        global_test: indices of a test set that belongs to nobody, int64, shape (m,).
+        global_test: indices of a global test set, int64, shape (m,).
     """
 
     train: ClientIndex

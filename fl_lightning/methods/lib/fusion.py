@@ -232,7 +232,7 @@ class Fusion:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.observed, self.clients, self.weights = state["observed"], state["clients"], state["weights"]
         self.vae = self.projection = None
         if "vae" in state:
