@@ -8,7 +8,7 @@ PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 # Tests of real processes and ports may be disturbed by those of another worker: what failed is run once more, alone.
 ALONE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow --last-failed --last-failed-no-failures none
 
-.PHONY: help venv demo federation test test-quick test-slow test-all test-oldest lint docs pictures notebooks clean
+.PHONY: help venv demo federation test test-quick test-slow test-all test-oldest lint docs pictures options notebooks clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
@@ -58,6 +58,9 @@ docs: $(READY)  ## build the documentation into site/, no network needed
 
 pictures: $(READY)  ## draw the pictures of docs/ and the table of README.md again; needs MNIST, and Chromium for screenshots
 	PYTHONPATH=. $(BIN)/python docs/draw.py
+
+options: $(READY)  ## write the tables of options on the methods' pages again
+	PYTHONPATH=. $(BIN)/python docs/options.py
 
 notebooks: $(READY)  ## make notebooks/ from examples/notebooks again
 	$(BIN)/python docs/notebooks.py

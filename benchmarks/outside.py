@@ -240,10 +240,10 @@ def pictured(x: Tensor, y: Tensor, outside: bool) -> None:
     means = torch.stack([x[:800][y[:800] == c].mean(0) for c in range(10)])
     answer: Callable[[Tensor], Tensor] = lambda images: model(images.flatten(1))  # noqa: E731
     told = {}
-    for variation in (1.0, 0.1, 0.01):
-        attack = Inversion(starts=1, variation=variation)
+    for variation, norm in ((1.0, 1e-4), (0.1, 1e-4), (0.01, 1e-4), (0.1, 0.1)):
+        attack = Inversion(starts=1, variation=variation, norm=norm)
         made = attack.reconstruct([answer], range(10), SHAPE, np.random.default_rng(0))
-        told[f"`Inversion(variation={variation:g})`"] = made[:, 0]
+        told[f"`Inversion(variation={variation:g}, norm={norm:g})`"] = made[:, 0]
     if outside:
         from art.attacks.inference.model_inversion import MIFace
         from art.estimators.classification import PyTorchClassifier

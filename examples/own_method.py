@@ -3,11 +3,13 @@
 fl-lightning fit --config quickstart --use examples/own_method.py --model Trimmed --model.share 0.2
 """
 
+from typing import Annotated
+
 import torch
 
-from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
+from fl_lightning.ranges import Range
 from fl_lightning.wire import Message, State
 
 
@@ -20,10 +22,8 @@ class Trimmed(FederatedModule):
         kwargs: see FederatedModule.
     """
 
-    def __init__(self, net: FedNet, share: float = 0.1, **kwargs) -> None:
+    def __init__(self, net: FedNet, share: Annotated[float, Range(0, 0.5, below=True)] = 0.1, **kwargs) -> None:
         super().__init__(net, **kwargs)
-        if not 0 <= share < 0.5:
-            raise FederationError(f"share must be at least 0 and below 0.5, not {share}.")
         self.share = share
 
     def aggregate(self, messages: list[Message]) -> State:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import NonNegative, ShareBelowOne
 from fl_lightning.wire import State
 
 
@@ -93,14 +94,6 @@ class LocalOptimizer(NamedArguments, ABC):
         """Return class path and options as plain values, from which :func:`made` rebuilds the optimizer."""
         return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": asdict(self)}
 
-    def _check(self, **least: float) -> None:
-        """Reject options below their minimum."""
-        for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise FederationError(
-                    f"{type(self).__name__} needs {name} to be {bound:g} or more, not {getattr(self, name)}."
-                )
-
 
 @dataclass(frozen=True)
 class SGD(LocalOptimizer):
@@ -112,14 +105,11 @@ class SGD(LocalOptimizer):
         nesterov: whether to use Nesterov momentum, which needs momentum.
     """
 
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    momentum: ShareBelowOne = 0.0
+    weight_decay: NonNegative = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        self._check(weight_decay=0)
-        if not 0 <= self.momentum < 1:
-            raise FederationError(f"momentum must lie in [0, 1), not {self.momentum}.")
         if self.nesterov and not self.momentum:
             raise FederationError("nesterov=True needs a momentum greater than 0, such as momentum=0.9.")
 
@@ -173,15 +163,12 @@ class Adam(LocalOptimizer):
         weight_decay: L2 penalty.
     """
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        self._check(eps=0, weight_decay=0)
         object.__setattr__(self, "betas", tuple(self.betas))  # a list, if from a configuration file
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise FederationError(f"betas must be two numbers in [0, 1), not {self.betas}.")
 
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
         """Return zero moments and step counts."""
@@ -222,7 +209,7 @@ class AdamW(Adam):
         weight_decay: every step multiplies the weights by ``1 - lr * weight_decay``.
     """
 
-    weight_decay: float = 0.01
+    weight_decay: NonNegative = 0.01
 
     def _decayed(self, lr: Rate, params: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
         """Decay the weights in place and return the gradients unchanged."""
@@ -245,14 +232,11 @@ class RMSprop(LocalOptimizer):
         centered: whether to use the centred second moment.
     """
 
-    alpha: float = 0.99
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum: float = 0.0
+    alpha: NonNegative = 0.99
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    momentum: NonNegative = 0.0
     centered: bool = False
-
-    def __post_init__(self) -> None:
-        self._check(alpha=0, eps=0, weight_decay=0, momentum=0)
 
     def fresh(self, name: str, entry: Tensor, clients: tuple[int, ...]) -> State:
         """Return a zero second moment, and the slots that the options need."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from fl_lightning import lightning_checks, persistence, schedules, seeding, tasks
 from fl_lightning.arguments import NamedArguments
-from fl_lightning.checks import one_of
 from fl_lightning.contract import AdversarySide, ClientSide
-from fl_lightning.engine import Engine, LocalTraining, entries, make_engine
+from fl_lightning.engine import MOST_WORKERS, Engine, LocalTraining, entries, make_engine
 from fl_lightning.engine.contract import ScheduleUnit
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import ClientOutput, Evaluator, evaluation_setting
@@ -29,6 +28,7 @@ from fl_lightning.nets import FedNet
 from fl_lightning.optim import step_schedulers
 from fl_lightning.parties import Introduction, Setting, Stage
 from fl_lightning.progress import federated_progress_bars
+from fl_lightning.ranges import AtMost, Count, CountOrZero, CountUpToAMillion, NonNegative, Positive, ShareBelowOne
 from fl_lightning.robust import Aggregation
 from fl_lightning.schedules import Schedule
 from fl_lightning.signals import SignalsCallback
@@ -77,12 +77,12 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
     def __init__(
         self,
         net: FedNet,
-        lr: float = 0.01,
-        epochs: int = 1,
-        batch_size: int = 10,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        clip_norm: float | None = None,
+        lr: NonNegative = 0.01,
+        epochs: CountUpToAMillion = 1,
+        batch_size: CountUpToAMillion = 10,
+        momentum: ShareBelowOne = 0.0,
+        weight_decay: NonNegative = 0.0,
+        clip_norm: Positive | None = None,
         optimizer: LocalOptimizer | str | None = None,
         keep_optimizer: bool = False,
         lr_schedule: Schedule | str | None = None,
@@ -93,10 +93,10 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         server_optimizer: ServerOptimizer | None = None,
         aggregation: Aggregation | None = None,
         engine: str = "auto",
-        clients_per_stack: int = 16,
-        workers: int = 1,
+        clients_per_stack: Count = 16,
+        workers: Annotated[Count, AtMost(MOST_WORKERS)] = 1,
         store: str | None = None,
-        seed: int | None = None,
+        seed: CountOrZero | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -108,8 +108,8 @@ class FederatedModule(NamedArguments, ClientSide, AdversarySide, LightningModule
         self.task = tasks.made(task)
         persistence.note_hyperparameters(self, net)
         self.net: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
-        self.weighting: Weighting = one_of("weighting", weighting, ("samples", "uniform"))
-        self.buffers_policy: BufferPolicy = one_of("buffers", buffers, ("average", "keep", "reset"))
+        self.weighting: Weighting = weighting
+        self.buffers_policy: BufferPolicy = buffers
         self.server_optimizer, self.aggregation = server_optimizer, aggregation
         lightning_checks.check_aggregation(self)
         self.engine: Engine = make_engine(engine, clients_per_stack, workers)

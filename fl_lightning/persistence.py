@@ -48,6 +48,11 @@ def note_hyperparameters(module: FederatedModule, net: nn.Module | dict[str, Any
     be saved like this and must be passed again.
     """
     module.hparams["seed"] = module.seed
+    initial: Any = module._hparams_initial  # what loggers get
+    for noted in (module.hparams, initial):
+        noted.update({name: _plain(one) for name, one in noted.items() if isinstance(one, arguments.Settings)})
+    for name in arguments.fixed_options(type(module)):
+        module.hparams.pop(name, None)
     if isinstance(net, FedNet):
         module.hparams["net"] = net.spec
     if module.task.spec != Classification().spec:
@@ -56,6 +61,11 @@ def note_hyperparameters(module: FederatedModule, net: nn.Module | dict[str, Any
     for option, setting in (("optimizer", "optimizer"), ("lr_schedule", "schedule")):
         if setting in local:
             module.hparams[option] = local[setting]
+
+
+def _plain(settings: arguments.Settings) -> dict[str, Any]:
+    """Settings as a dict of plain values, which loads with ``weights_only=True``."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
 
 
 def save(module: FederatedModule, checkpoint: dict[str, Any]) -> None:

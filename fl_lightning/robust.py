@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, CountOrZero, Positive, Range
 from fl_lightning.wire import Message, State
 
 #: Maximum number of steps of the geometric median, and the smallest distance or norm divided by.
@@ -224,9 +226,7 @@ class TrimmedMean(Aggregation):
         share: share of the clients removed at each end, rounded up.
     """
 
-    def __init__(self, share: float = 0.1) -> None:
-        if not 0 <= share < 0.5:
-            raise FederationError(f"share must be at least 0 and below 0.5, not {share}.")
+    def __init__(self, share: Annotated[float, Range(0, 0.5, below=True)] = 0.1) -> None:
         self.share = share
 
     def rule(self, values: Tensor, centre: Tensor, clients: Sequence[int]) -> Tensor:
@@ -242,7 +242,7 @@ class Krum(Aggregation):
         chosen: number of clients to keep; None keeps all but ``hostile``.
     """
 
-    def __init__(self, hostile: int = 1, chosen: int | None = 1) -> None:
+    def __init__(self, hostile: CountOrZero = 1, chosen: Count | None = 1) -> None:
         self.hostile, self.chosen = hostile, chosen
 
     def rule(self, values: Tensor, centre: Tensor, clients: Sequence[int]) -> Tensor:
@@ -257,7 +257,7 @@ class GeometricMedian(Aggregation):
         steps: number of Weiszfeld steps.
     """
 
-    def __init__(self, steps: int = STEPS) -> None:
+    def __init__(self, steps: Count = STEPS) -> None:
         self.steps = steps
 
     def rule(self, values: Tensor, centre: Tensor, clients: Sequence[int]) -> Tensor:
@@ -272,9 +272,7 @@ class NormBound(Aggregation):
         bound: maximum norm; None takes the median of the norms.
     """
 
-    def __init__(self, bound: float | None = None) -> None:
-        if bound is not None and not bound > 0:
-            raise FederationError(f"bound must be greater than 0, not {bound}.")
+    def __init__(self, bound: Positive | None = None) -> None:
         self.bound = bound
 
     def rule(self, values: Tensor, centre: Tensor, clients: Sequence[int]) -> Tensor:
@@ -290,7 +288,7 @@ class CentredClipping(NormBound):
         steps: number of iterations.
     """
 
-    def __init__(self, bound: float | None = None, steps: int = 3) -> None:
+    def __init__(self, bound: Positive | None = None, steps: Count = 3) -> None:
         super().__init__(bound)
         self.steps = steps
 
@@ -306,7 +304,7 @@ class FLTrust(Aggregation):
         trusted: that client's number; it must train in every round.
     """
 
-    def __init__(self, trusted: int) -> None:
+    def __init__(self, trusted: CountOrZero) -> None:
         self.trusted = trusted
 
     def rule(self, values: Tensor, centre: Tensor, clients: Sequence[int]) -> Tensor:

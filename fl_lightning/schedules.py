@@ -10,6 +10,7 @@ from typing import Any
 
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count
 
 
 class Schedule(NamedArguments, ABC):
@@ -150,9 +151,7 @@ class Step(Counted):
         [1.0, 1.0, 0.5, 0.5, 0.25]
     """
 
-    def __init__(self, every: int, gamma: float = 0.1) -> None:
-        if every < 1:
-            raise FederationError(f"every must be 1 or more, not {every}.")
+    def __init__(self, every: Count, gamma: float = 0.1) -> None:
         self.every, self.gamma = every, gamma
 
     def at(self, done: int, total: int) -> float:
@@ -173,9 +172,7 @@ class WarmUp(Counted):
         [0.5, 0.75, 1.0, 0.75, 0.5, 0.25]
     """
 
-    def __init__(self, length: int, start: float = 0.1, then: Schedule | None = None) -> None:
-        if length < 1:
-            raise FederationError(f"length must be 1 or more, not {length}.")
+    def __init__(self, length: Count, start: float = 0.1, then: Schedule | None = None) -> None:
         self.length, self.start, self.then = length, start, then
 
     def at(self, done: int, total: int) -> float:

@@ -82,8 +82,9 @@ def dropping() -> nn.Module:
 NETS = {"frozen": frozen, "dropout": dropping}
 CYCLED = {"label_maps": torch.stack([(torch.arange(cases.CLASSES) + shift) % cases.CLASSES for shift in range(5)])}
 HELD_OUT, AUGMENTED = {"val_fraction": 0.25}, {"transform": noisy, "augment": True}
-CACHED = {**cases.L1, "omega": 0.1, "never_sampled": "adapt", "dictionary": "cached"}
-FEATURES = {"warmup": 1, "fit_steps": 20, "feature_stats": True, "basis": "refitted", "adaptive": False}
+CACHED = {**cases.L1, "omega": 0.1, "never_sampled": "adapt", "evaluation": {"dictionary": "cached"}}
+REFITTED = {"steps": 20, "basis": "refitted", "adaptive": False}
+FEATURES = {"warmup": 1, "feature_stats": True, "inference": REFITTED}
 #: What a client may further have of its own, and options that no golden number is recorded of.
 MORE = [
     cases.Case("optimizer-kept", "FedAvg", {"optimizer": Adam(), "keep_optimizer": True, "lr": 0.01}, ("norm",)),

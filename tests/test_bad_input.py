@@ -27,8 +27,10 @@ from fl_lightning.engine.contract import LocalTraining
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex
 from fl_lightning.lightning_checks import check_data, check_net, check_net_argument, check_trainer
-from fl_lightning.methods import APFL, IFCA, FedAvg, FedBPS, FedProx, WAFFLe
+from fl_lightning.methods import APFL, IFCA, FedAvg, FedProx, WAFFLe
+from fl_lightning.methods.settings import Trials
 from fl_lightning.nets import MLP, FedNet
+from fl_lightning.ranges import plain
 from tests.support import blobs, fit, mlp, trainer
 
 X, Y = torch.randn(8, 3), torch.arange(8) % 2
@@ -153,7 +155,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
     ("alpha is text", lambda: APFL(mlp(), alpha="x"), "alpha must be a number, not 'x'"),  # type: ignore[arg-type]
     ("half a cluster", lambda: IFCA(mlp(), clusters=0.5), r"clusters must be a whole number, not 0\.5"),  # type: ignore[arg-type]
     ("factors are a number", lambda: WAFFLe(mlp(), factors=3), "factors must be a dict or None, not 3"),  # type: ignore[arg-type]
-    ("a list of texts", lambda: FedBPS(mlp(), auto_values=["a"]), r"auto_values must be a list, not \['a'\]"),  # type: ignore[arg-type]
+    ("a list of texts", lambda: Trials(values=["a"]), r"values must be a list, not \['a'\]"),  # type: ignore[arg-type]
     ("by place", lambda: FedAvg(mlp(), 0.1, 1.5), "epochs must be a whole number"),  # type: ignore[arg-type]
     ("lr is no number", lambda: FedAvg(mlp(), lr=math.nan), "lr must be a number, not nan"),
     ("yes is not true", lambda: FedAvg(mlp(), keep_optimizer="yes"), "keep_optimizer must be True or False, not 'yes'"),  # type: ignore[arg-type]
@@ -168,7 +170,7 @@ PYTHON: list[tuple[str, Callable[[], Any], str]] = [
     ("a million workers", lambda: FedAvg(mlp(), workers=10**6), "workers must be at most 256, not 1000000"),
     ("a long value", lambda: Digits(seed=list(range(99))), "seed must be a whole number or None, not a list"),  # type: ignore[arg-type]
     ("net of text", lambda: MLP(in_features="a"), "in_features must be a whole number, not 'a'"),  # type: ignore[arg-type]
-    ("net below 0", lambda: MLP(num_classes=-1), "num_classes must be 0 or more, not -1"),
+    ("net below 0", lambda: MLP(num_classes=-1), "num_classes must be 1 or more, not -1"),
     ("eval_only is a number", lambda: blobs(eval_only=1), "eval_only must be a list or None, not 1"),
     ("too many clients", lambda: MajorMinor(10**9)(Y, 0), "1,000,000,000 clients cannot share 8 samples"),
     ("scheme within by name", lambda: ConceptShift("IID"), "partition must be a scheme with its settings"),  # type: ignore[arg-type]
@@ -212,7 +214,7 @@ def test_wrong_arguments_in_python(call: Callable[[], Any], sentence: str) -> No
 ACCEPTED: list[tuple[str, Callable[[], Any]]] = [
     ("numbers of NumPy", lambda: FedAvg(mlp(), lr=np.float32(0.1), epochs=np.int64(2), keep_optimizer=np.bool_(True))),  # type: ignore[arg-type]
     ("a whole number where any will do", lambda: FedProx(mlp(), mu=1)),
-    ("a list for a tuple", lambda: FedBPS(mlp(), auto_values=[0.1, 0.5])),  # type: ignore[arg-type]
+    ("a list for a tuple", lambda: Trials(values=[0.1, 0.5])),  # type: ignore[arg-type]
     ("a path for a text", lambda: LedgerCallback(folder=Path("runs"))),  # type: ignore[arg-type]
     ("a default of another type", lambda: Loose(mlp(), anything=None)),
     ("labels that are true or false", lambda: made(targets=Y.bool())),
@@ -267,7 +269,7 @@ def sentence(call: Callable[[], Any]) -> str:
 def test_every_option_takes_its_type_or_says_so(kind: type) -> None:
     """No option of any class ends in anything but an object or a sentence that names the option."""
     options = {n: p for n, p in inspect.signature(kind).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
-    types = {n: p.annotation for n, p in _types(kind.__init__).items()}  # type: ignore[misc]
+    types = {n: plain(p.annotation) for n, p in _types(kind.__init__).items()}  # type: ignore[misc]
     needed: dict[str, Any] = {n: 5 for n, p in options.items() if p.default is p.empty}
     needed |= {n: (X, Y) for n in needed if n in types and not fits(5, types[n])}
     needed |= {n: value for n, value in {"net": mlp(), "partition": Unimodal(clients=10)}.items() if n in needed}

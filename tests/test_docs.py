@@ -163,6 +163,17 @@ def test_every_option_of_a_method_is_on_its_page() -> None:
         assert [option for option in sorted(own) if not re.search(rf"`{option}\b", said)] == [], name
 
 
+def test_tables_of_options_are_those_of_the_constructors() -> None:
+    scope: dict[str, Any] = {"__file__": str(ROOT / "docs" / "options.py"), "__name__": "options"}
+    exec(compile((ROOT / "docs" / "options.py").read_text(), "docs/options.py", "exec"), scope)
+    tables = [found for page in scope["PAGES"].glob("*.md") for found in scope["BLOCK"].findall(page.read_text())]
+    for page in scope["PAGES"].glob("*.md"):
+        assert scope["written"](page.read_text()) == page.read_text(), "make options writes it again"
+    assert len({name for _, name, _ in tables}) == len(methods.__all__) - 1, "all but SCAFFOLD, which adds none"
+    row = "| `mu` | 0 or more | 0.01 | "
+    assert row in (ROOT / "docs" / "methods" / "fedprox.md").read_text()
+
+
 def test_every_partition_has_a_part_with_a_picture() -> None:
     text = (ROOT / "docs" / "partitions.md").read_text()
     parts = {part.partition("\n")[0]: part for part in re.split(r"^### ", text, flags=re.MULTILINE)[1:]}

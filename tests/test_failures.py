@@ -149,7 +149,7 @@ def test_checkpoints_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
         (lambda: FedAvg(mlp(), lr=math.nan), "lr must be a number, not nan"),
         (lambda: FedAvg(mlp(), epochs=-1), "epochs must be 1 or more"),
         (lambda: FedAvg(mlp(), batch_size=0), "batch_size must be 1 or more"),
-        (lambda: FedAvg(mlp(), momentum=1.0), r"momentum must lie in \[0, 1\)"),
+        (lambda: FedAvg(mlp(), momentum=1.0), r"momentum must be at least 0 and below 1"),
         (lambda: FedAvg(mlp(), weight_decay=-0.1), "weight_decay must be 0 or more"),
         (lambda: FedAvg(mlp(), clip_norm=0.0), "clip_norm must be greater than 0"),
         (lambda: FedAvg(mlp(), engine="warp"), "There is no engine 'warp': choose auto, sequential, stacked, captured"),

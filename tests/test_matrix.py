@@ -59,14 +59,14 @@ def test_settings_that_need_classes_refuse_tasks_without(task: str) -> None:
     found = attempt("FedCluster", task, "SGD", groups="dominant")
     assert isinstance(found, str)
     assert re.match(sentence, found)
-    found = attempt("FedBPS", task, "SGD", curvature="ggn")
+    found = attempt("FedBPS", task, "SGD", laplace={"curvature": "ggn"})
     assert isinstance(found, str)
     assert re.match(rf"^FedBPS draws classes for curvature='ggn', and {task} has no classes: choose .*\.$", found)
 
 
 def test_settings_that_need_classes_take_classes() -> None:
     assert isinstance(attempt("FedCluster", "Classification", "Adam", groups="dominant"), FedCluster)
-    assert isinstance(attempt("FedBPS", "Classification", "Adam", curvature="ggn"), FedBPS)
+    assert isinstance(attempt("FedBPS", "Classification", "Adam", laplace={"curvature": "ggn"}), FedBPS)
 
 
 def test_optimizer_state_cannot_be_kept_if_units_are_permuted() -> None:

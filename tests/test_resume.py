@@ -138,12 +138,14 @@ def test_the_choice_of_auto_is_kept(tmp_path: Path) -> None:
     assert method.engine.choice == other  # type: ignore[attr-defined]
 
 
-FROZEN = {"warmup": 1, "refit_every": 2, "fit_steps": 10, "components": 3, "basis": "frozen", "weights": "sampled"}
+FROZEN = {"inference": {"components": 3, "steps": 10, "basis": "frozen", "weights": "sampled"}}
+SCHEDULE = {"warmup": 1, "refit_every": 2, "latents": "per_client"}
+CACHED = {"schedule": "joint", "evaluation": {"dictionary": "cached"}}
 #: Every method and variant, and what else a method may have to bring back.
 VARIANTS = [
     *cases.CASES,
-    cases.Case("FedDAF-frozen", "FedDAF", {**FROZEN, "latents": "per_client"}, ("norm",)),
-    cases.Case("WAFFLe-joint-cached", "WAFFLe", {**cases.FACTORS, "schedule": "joint", "dictionary": "cached"}),
+    cases.Case("FedDAF-frozen", "FedDAF", {**SCHEDULE, **FROZEN}, ("norm",)),
+    cases.Case("WAFFLe-joint-cached", "WAFFLe", {**cases.FACTORS, **CACHED}),
 ]
 
 

@@ -88,7 +88,7 @@ def waffle(method: WAFFLe, federation: Federation, x: Tensor, cohort: Sequence[i
                 optimizer.step()
                 if optimizer is selection:
                     with torch.no_grad():
-                        net.logits.clamp_(-method.logit_bound, method.logit_bound)
+                        net.logits.clamp_(-method.posterior.logit_bound, method.posterior.logit_bound)
                 steps += 1
     return steps
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fl_lightning import loggers
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import CountOrZero
 from fl_lightning.wire import Message
 
 #: With more agents than this only the own share is logged; the picture shows all.
@@ -71,9 +72,7 @@ class AgentWeightsCallback(NamedArguments, Callback):
         folder: where the picture goes at the end; None means the Trainer's log folder.
     """
 
-    def __init__(self, every: int = 10, folder: str | None = None) -> None:
-        if every < 0:
-            raise FederationError(f"every must be 0 or more, not {every}.")
+    def __init__(self, every: CountOrZero = 10, folder: str | None = None) -> None:
         self.every, self.folder = every, folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

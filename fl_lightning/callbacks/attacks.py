@@ -25,6 +25,7 @@ from fl_lightning.privacy.figures import show_figure
 from fl_lightning.privacy.report import BASELINE, Report
 from fl_lightning.privacy.views import VIEWS, make_views
 from fl_lightning.privacy.wiretap import Protection, Run, Wire, finished, intercept
+from fl_lightning.ranges import Count
 from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message, State
 
@@ -71,15 +72,12 @@ class AttackCallback(Several, FederatedCallback):
     def __init__(
         self,
         views: Sequence[str] = ALL_VIEWS,
-        clients: int | None = 10,
-        every: int | None = None,
-        memory: int = 3,
+        clients: Count | None = 10,
+        every: Count | None = None,
+        memory: Count = 3,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
-        for name, value in (("clients", clients), ("every", every), ("memory", memory)):
-            if value is not None and value < 1:
-                raise FederationError(f"{name} must be 1 or more, not {value}.")
         self.views = make_views(views)
         for view in views:
             if view not in self.allowed:

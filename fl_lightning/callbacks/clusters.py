@@ -15,6 +15,7 @@ from sklearn.metrics import normalized_mutual_info_score
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count
 from fl_lightning.wire import Message
 
 
@@ -44,9 +45,7 @@ class ClustersCallback(NamedArguments, Callback):
         folder: where the table is written; None means the Trainer's log folder.
     """
 
-    def __init__(self, every: int = 1, folder: str | None = None) -> None:
-        if every < 1:
-            raise FederationError(f"every must be 1 or more, not {every}.")
+    def __init__(self, every: Count = 1, folder: str | None = None) -> None:
         self.every, self.folder = every, folder
         #: Every client's cluster by round, from 0.
         self.history: dict[int, list[int]] = {}

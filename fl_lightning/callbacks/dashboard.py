@@ -18,6 +18,7 @@ from fl_lightning.errors import FederationError
 from fl_lightning.measure import Measure
 from fl_lightning.metrics.fairness import scored
 from fl_lightning.module import FederatedModule
+from fl_lightning.ranges import CountOrZero
 from fl_lightning.wire import Message, State
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ class Dashboard(NamedArguments, Callback):
         tsne: whether the map of the clients is drawn.
     """
 
-    def __init__(self, images_every: int = 0, histograms: bool = True, tsne: bool = True) -> None:
-        if images_every < 0:
-            raise FederationError(f"images_every must be 0 or more, not {images_every}.")
+    def __init__(self, images_every: CountOrZero = 0, histograms: bool = True, tsne: bool = True) -> None:
         self.images_every, self.histograms, self.tsne = images_every, histograms, tsne
         self.history = ClientHistory()
         self.sketches: dict[int, Tensor] = {}

@@ -27,6 +27,7 @@ from fl_lightning.privacy.defence import (
     seeded_normal,
     split_noise,
 )
+from fl_lightning.ranges import NonNegative, Part, Positive
 from fl_lightning.secret import SecretStream, new_key
 from fl_lightning.wire import Message, State
 
@@ -90,27 +91,17 @@ class DifferentialPrivacyCallback(FederatedCallback):
 
     def __init__(
         self,
-        clip: float = 1.0,
-        noise_multiplier: float = 1.0,
+        clip: Positive = 1.0,
+        noise_multiplier: NonNegative = 1.0,
         where: Literal["central", "local"] = "central",
-        delta: float | None = None,
+        delta: Part | None = None,
         accountant: Literal["pld", "rdp", "prv"] = "pld",
         reproducible_noise: bool = False,
-        quantile: float | None = None,
-        clip_rate: float = 0.2,
+        quantile: Part | None = None,
+        clip_rate: NonNegative = 0.2,
     ) -> None:
-        if not clip > 0:
-            raise FederationError(f"clip must be greater than 0, not {clip}.")
-        if not noise_multiplier >= 0:
-            raise FederationError(f"noise_multiplier must be 0 or more, not {noise_multiplier}.")
-        if where not in ("central", "local"):
-            raise FederationError(f"where must be central or local, not {where!r}.")
-        if accountant not in ("pld", "rdp", "prv"):
-            raise FederationError(f"accountant must be pld, rdp or prv, not {accountant!r}.")
-        if delta is not None and not 0 < delta < 1:
-            raise FederationError(f"delta must lie between 0 and 1, not at {delta}.")
-        if quantile is not None and not (0 < quantile < 1 and where == "central"):
-            raise FederationError(f"quantile must lie between 0 and 1 and needs where='central', not {quantile}.")
+        if quantile is not None and where != "central":
+            raise FederationError(f"quantile={quantile} lets the server choose clip: it needs where='central'.")
         self.clip, self.noise_multiplier, self.where = clip, noise_multiplier, where
         self.delta, self.accountant, self.reproducible_noise = delta, accountant, reproducible_noise
         self.quantile, self.clip_rate = quantile, clip_rate

@@ -11,6 +11,7 @@ from torch import Tensor
 from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.loggers import tensorboards
+from fl_lightning.ranges import Count
 from fl_lightning.snapshots import SnapshotStore
 from fl_lightning.wire import Message
 
@@ -67,9 +68,7 @@ class FactorsCallback(NamedArguments, Callback):
     #: It looks at what only clients see, and is refused where these are real.
     simulations_only: ClassVar[bool] = True
 
-    def __init__(self, every: int = 1) -> None:
-        if every < 1:
-            raise FederationError(f"every must be 1 or more, not {every}.")
+    def __init__(self, every: Count = 1) -> None:
         self.every = every
         #: Share of clients that use each factor, by layer, shape (F,), as last logged.
         self.reuse: dict[str, Tensor] = {}

@@ -16,6 +16,7 @@ from fl_lightning.privacy.figures import images_figure
 from fl_lightning.privacy.pixels import Pixels
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.wiretap import Run
+from fl_lightning.ranges import Count, CountOrZero, TwoOrMore
 from fl_lightning.wire import Message, State
 
 if TYPE_CHECKING:
@@ -68,28 +69,17 @@ class ImprintCallback(AttackCallback):
         self,
         views: Sequence[str] = ("server",),
         place: Literal["first", "front"] = "first",
-        bins: int = 256,
-        batch: int | None = 8,
-        local_steps: int = 1,
+        bins: TwoOrMore = 256,
+        batch: Count | None = 8,
+        local_steps: Count = 1,
         disturb: bool = False,
-        attacked_round: int = 0,
-        clients: int | None = 3,
-        every: int | None = None,
+        attacked_round: CountOrZero = 0,
+        clients: Count | None = 3,
+        every: Count | None = None,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
         super().__init__(views, clients, every, 1, group, folder)
-        for name, value, least in (
-            ("bins", bins, 2),
-            ("local_steps", local_steps, 1),
-            ("attacked_round", attacked_round, 0),
-        ):
-            if value < least:
-                raise FederationError(f"{name} must be {least} or more, not {value}.")
-        if batch is not None and batch < 1:
-            raise FederationError(f"batch must be 1 or more, not {batch}.")
-        if place not in ("first", "front"):
-            raise FederationError(f"place must be first or front, not {place!r}.")
         if disturb and place == "front":
             raise FederationError("In a run clients train the net that they have: set place='first' to disturb it.")
         if disturb and every is not None:

@@ -17,6 +17,7 @@ from fl_lightning import seeding
 from fl_lightning.callbacks.central import CentralCallback, some_tests
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
+from fl_lightning.ranges import TwoOrMore
 from fl_lightning.wire import State
 
 #: Dimensions that principal components leave before t-SNE, and its perplexity.
@@ -46,11 +47,9 @@ class InferredDistributionCallback(CentralCallback):
     """
 
     def __init__(
-        self, number: int = 2000, original: bool = True, central: str | None = None, folder: str | None = None
+        self, number: TwoOrMore = 2000, original: bool = True, central: str | None = None, folder: str | None = None
     ) -> None:
         super().__init__(central, folder)
-        if number < 2:
-            raise FederationError(f"number must be 2 or more, not {number}.")
         self.number, self.original = number, original
         self.score = float("nan")
 

@@ -20,6 +20,7 @@ from fl_lightning.privacy.judge import EPOCHS, Judge
 from fl_lightning.privacy.report import Report, Row
 from fl_lightning.privacy.shadows import train_shadows
 from fl_lightning.privacy.wiretap import Run, Wire
+from fl_lightning.ranges import Count, NonNegative
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,25 +68,21 @@ class ModelInversionCallback(AttackCallback):
     def __init__(
         self,
         views: Sequence[str] = ALL_VIEWS,
-        steps: int = 500,
-        starts: int = 10,
-        rate: float = 0.1,
-        variation: float | None = 1.0,
-        norm: float = 1e-4,
-        most_classes: int = 10,
-        judge_epochs: int = EPOCHS,
+        steps: Count = 500,
+        starts: Count = 10,
+        rate: NonNegative = 0.1,
+        variation: NonNegative | None = 1.0,
+        norm: NonNegative = 1e-4,
+        most_classes: Count = 10,
+        judge_epochs: Count = EPOCHS,
         judge: str | None = None,
-        clients: int | None = 10,
-        every: int | None = None,
-        memory: int = 3,
+        clients: Count | None = 10,
+        every: Count | None = None,
+        memory: Count = 3,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
         super().__init__(views, clients, every, memory, group, folder)
-        numbers = {"steps": steps, "starts": starts, "most_classes": most_classes, "judge_epochs": judge_epochs}
-        for name, value in numbers.items():
-            if value < 1:
-                raise FederationError(f"{name} must be 1 or more, not {value}.")
         self.inversion = Inversion(steps, starts, rate, 1.0 if variation is None else variation, norm)
         #: Whether ``variation`` is still to be chosen.
         self.untuned = variation is None

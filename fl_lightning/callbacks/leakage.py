@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import Trainer
 
 from fl_lightning.callbacks.attacks import AttackCallback
-from fl_lightning.errors import FederationError
 from fl_lightning.metrics import psnr
 from fl_lightning.privacy.data import attack_data
 from fl_lightning.privacy.figures import images_figure
@@ -18,6 +17,7 @@ from fl_lightning.privacy.gradients import Matching
 from fl_lightning.privacy.leakage import EXACT, Leaked, leak
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.wiretap import Run
+from fl_lightning.ranges import Count, NonNegative
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,22 +61,19 @@ class GradientLeakageCallback(AttackCallback):
     def __init__(
         self,
         views: Sequence[str] = ("outsider", "server", "insider"),
-        batch: int = 1,
-        steps: int = 500,
-        starts: int = 1,
-        rate: float = 0.1,
-        variation: float = 0.1,
+        batch: Count = 1,
+        steps: Count = 500,
+        starts: Count = 1,
+        rate: NonNegative = 0.1,
+        variation: NonNegative = 0.1,
         signed: bool = True,
-        local_steps: int = 1,
-        clients: int | None = 3,
-        every: int | None = None,
+        local_steps: Count = 1,
+        clients: Count | None = 3,
+        every: Count | None = None,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
         super().__init__(views, clients, every, 1, group, folder)
-        for name, value in (("batch", batch), ("steps", steps), ("starts", starts), ("local_steps", local_steps)):
-            if value < 1:
-                raise FederationError(f"{name} must be 1 or more, not {value}.")
         self.batch, self.local_steps = batch, local_steps
         self.matching = Matching(steps, starts, rate, variation, signed)
         #: The reconstructions of the last attack.

@@ -21,6 +21,7 @@ from fl_lightning.privacy.membership import Scored, infer_membership
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.shadows import train_shadows
 from fl_lightning.privacy.wiretap import Run
+from fl_lightning.ranges import Count
 
 
 class MembershipInferenceCallback(AttackCallback):
@@ -67,24 +68,19 @@ class MembershipInferenceCallback(AttackCallback):
     def __init__(
         self,
         views: Sequence[str] = ALL_VIEWS,
-        shadows: int = 4,
-        samples: int = 1000,
+        shadows: Count = 4,
+        samples: Count = 1000,
         shadow_start: Literal["initial", "current"] = "initial",
-        shadow_rounds: int | None = None,
+        shadow_rounds: Count | None = None,
         shadows_together: bool = True,
         online: bool = False,
-        clients: int | None = 10,
-        every: int | None = None,
-        memory: int = 3,
+        clients: Count | None = 10,
+        every: Count | None = None,
+        memory: Count = 3,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
         super().__init__(views, clients, every, memory, group, folder)
-        for name, value in (("shadows", shadows), ("samples", samples), ("shadow_rounds", shadow_rounds)):
-            if value is not None and value < 1:
-                raise FederationError(f"{name} must be 1 or more, not {value}.")
-        if shadow_start not in ("initial", "current"):
-            raise FederationError(f"shadow_start must be initial or current, not {shadow_start!r}.")
         self.shadows, self.samples, self.online = shadows, samples, online
         self.shadow_start, self.shadow_rounds, self.shadows_together = shadow_start, shadow_rounds, shadows_together
         #: The rows of the last attack.

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +15,6 @@ from torch import Tensor
 from fl_lightning import seeding
 from fl_lightning.callbacks.attacks import AttackCallback, federated, protection
 from fl_lightning.callbacks.defence import DifferentialPrivacyCallback
-from fl_lightning.errors import FederationError
 from fl_lightning.metrics import membership_intervals, membership_summary
 from fl_lightning.module import FederatedModule
 from fl_lightning.parties import Setting
@@ -26,6 +25,7 @@ from fl_lightning.privacy.participation import FEWEST, Taught, participation_sco
 from fl_lightning.privacy.rehearsal import rehearse, update
 from fl_lightning.privacy.report import Row
 from fl_lightning.privacy.wiretap import Run, Wire, intercept
+from fl_lightning.ranges import AtLeast, Count
 from fl_lightning.secret import SecretStream, new_key
 from fl_lightning.wire import Message, State, message_weights, weighted_mean
 
@@ -103,18 +103,15 @@ class ClientMembershipCallback(AttackCallback):
     def __init__(
         self,
         views: Sequence[str] = (GLOBAL,),
-        references: int = 16,
-        samples: int = 1000,
-        clients: int | None = 20,
-        every: int | None = None,
-        memory: int = 5,
+        references: Annotated[int, AtLeast(FEWEST)] = 16,
+        samples: Count = 1000,
+        clients: Count | None = 20,
+        every: Count | None = None,
+        memory: Count = 5,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
         super().__init__(views, clients, every, memory, group, folder)
-        for name, value, least in (("references", references, FEWEST), ("samples", samples, 1)):
-            if value < least:
-                raise FederationError(f"{name} must be {least} or more, not {value}.")
         self.references, self.samples = references, samples
         self.observed: deque[Observed] = deque(maxlen=memory)
         #: Raw scores of the last attack: how, scores and whether the client took part.

@@ -17,6 +17,7 @@ from fl_lightning.federation import ClientIndex, Federation
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.defence import change
 from fl_lightning.privacy.hostile import flipped, hostile_clients, little, min_max, stamped
+from fl_lightning.ranges import Count, CountOrZero, PositiveShare
 from fl_lightning.wire import Message, State
 
 Poison = Literal["sign_flip", "scale", "gaussian", "free_rider", "little", "min_max"]
@@ -35,11 +36,7 @@ class PoisoningCallback(Several, FederatedCallback):
     #: It looks at what only clients see, and is refused where these are real.
     simulations_only: ClassVar[bool] = True
 
-    def __init__(self, share: float = 0.1, start: int = 0) -> None:
-        if not 0 < share <= 1:
-            raise FederationError(f"share must be greater than 0 and at most 1, not {share}.")
-        if start < 0:
-            raise FederationError(f"start must be 0 or more, not {start}.")
+    def __init__(self, share: PositiveShare = 0.1, start: CountOrZero = 0) -> None:
         self.share, self.start = share, start
         #: The hostile clients.
         self.hostile: list[int] = []
@@ -73,15 +70,11 @@ class UpdatePoisoningCallback(PoisoningCallback):
         self,
         kind: Poison = "sign_flip",
         strength: float = 1.0,
-        share: float = 0.1,
-        start: int = 0,
+        share: PositiveShare = 0.1,
+        start: CountOrZero = 0,
         omniscient: bool = True,
     ) -> None:
         super().__init__(share, start)
-        if kind not in ("sign_flip", "scale", "gaussian", "free_rider", "little", "min_max"):
-            raise FederationError(
-                f"kind must be sign_flip, scale, gaussian, free_rider, little or min_max, not {kind!r}."
-            )
         self.kind, self.strength, self.omniscient = kind, strength, omniscient
         self._received: dict[int, State] = {}
 
@@ -212,11 +205,14 @@ class BackdoorCallback(DataPoisoningCallback):
     """
 
     def __init__(
-        self, label: int = 0, value: float | None = None, size: int = 3, poisoned: float = 0.5, share: float = 0.1
+        self,
+        label: CountOrZero = 0,
+        value: float | None = None,
+        size: Count = 3,
+        poisoned: PositiveShare = 0.5,
+        share: PositiveShare = 0.1,
     ) -> None:
         super().__init__(share)
-        if not 0 < poisoned <= 1:
-            raise FederationError(f"poisoned must be greater than 0 and at most 1, not {poisoned}.")
         self.label, self.value, self.size, self.poisoned = label, value, size, poisoned
         #: Success by number of rounds.
         self.success: dict[int, float] = {}

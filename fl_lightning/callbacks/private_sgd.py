@@ -14,6 +14,7 @@ from fl_lightning.engine.per_sample import PrivateSGD
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy.accounting import Release, epsilon
+from fl_lightning.ranges import NonNegative, Part, Positive
 from fl_lightning.secret import SecretStream
 from fl_lightning.wire import Message, State
 
@@ -36,13 +37,7 @@ class PrivateSGDCallback(FederatedCallback):
         delta: the probability with which the bound may fail; None means one over ten times the client's samples.
     """
 
-    def __init__(self, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float | None = None) -> None:
-        if not clip > 0:
-            raise FederationError(f"clip must be greater than 0, not {clip}.")
-        if not noise_multiplier >= 0:
-            raise FederationError(f"noise_multiplier must be 0 or more, not {noise_multiplier}.")
-        if delta is not None and not 0 < delta < 1:
-            raise FederationError(f"delta must lie between 0 and 1, not at {delta}.")
+    def __init__(self, clip: Positive = 1.0, noise_multiplier: NonNegative = 1.0, delta: Part | None = None) -> None:
         self.clip, self.noise_multiplier, self.delta = clip, noise_multiplier, delta
         #: How often a sample of each client took part in a step, by round.
         self.rounds: dict[int, dict[int, int]] = {}

@@ -23,6 +23,7 @@ from fl_lightning.privacy.properties import Inferred, Property, draw_clients, in
 from fl_lightning.privacy.rehearsal import rehearse, update
 from fl_lightning.privacy.report import BASELINE, Row
 from fl_lightning.privacy.wiretap import Run
+from fl_lightning.ranges import Count, CountOrZero, PositiveShare, TwoOrMore
 from fl_lightning.wire import State
 
 #: Share of an acquaintance's samples that a shadow of it has.
@@ -73,23 +74,18 @@ class PropertyInferenceCallback(AttackCallback):
     def __init__(
         self,
         views: Sequence[str] = ("server",),
-        label: int = 0,
-        share: float | None = None,
+        label: CountOrZero = 0,
+        share: PositiveShare | None = None,
         holds: Property | None = None,
         value: str | None = None,
-        shadows: int = 30,
-        samples: int = 1000,
-        clients: int | None = None,
-        every: int | None = None,
+        shadows: TwoOrMore = 30,
+        samples: Count = 1000,
+        clients: Count | None = None,
+        every: Count | None = None,
         group: str = "mode",
         folder: str | None = None,
     ) -> None:
         super().__init__(views, clients, every, 1, group, folder)
-        for name, number, least in (("label", label, 0), ("shadows", shadows, 2), ("samples", samples, 1)):
-            if number < least:
-                raise FederationError(f"{name} must be {least} or more, not {number}.")
-        if share is not None and not 0 < share <= 1:
-            raise FederationError(f"share must be greater than 0 and at most 1, not {share}.")
         if holds is not None and value is not None:
             raise FederationError("A property is either holds or value: leave one of them out.")
         self.label, self.share, self.holds, self.value = label, share, holds, value

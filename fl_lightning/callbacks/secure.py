@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from fl_lightning import arguments
 from fl_lightning.callbacks.base import FederatedCallback
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.privacy import secure
+from fl_lightning.ranges import AtLeast, Range
 from fl_lightning.wire import Message, State
 
 
@@ -41,11 +41,9 @@ class SecureAggregationCallback(FederatedCallback):
     #: It works at the clients.
     guards = True
 
-    def __init__(self, threshold: float = 2 / 3, least: int = 2) -> None:
-        arguments.real("threshold", threshold)
-        if not 0.5 <= threshold < 1:
-            raise FederationError(f"threshold must be 0.5 or more and below 1, not {threshold}: 2/3 is usual.")
-        arguments.whole("least", least, 2)
+    def __init__(
+        self, threshold: Annotated[float, Range(0.5, 1, below=True)] = 2 / 3, least: Annotated[int, AtLeast(2)] = 2
+    ) -> None:
         self.threshold, self.least = threshold, least
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

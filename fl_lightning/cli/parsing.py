@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
-from fl_lightning.arguments import nearest, parameters
+from fl_lightning.arguments import Settings, fixed_options, hint, limits, nearest
 from fl_lightning.cli.names import USED
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.datamodules.partitions import PartitionScheme
@@ -41,6 +42,9 @@ OTHERS: dict[str, tuple[str, type]] = {
     "logger": ("logger", Logger),
     "server_optimizer": ("optimizer", Optimizer),
 }
+#: Place of an option's type in its help.
+RANGE = "type: %(type)s"
+set_parsing_settings(subclasses_disabled=[Settings])  # their options stand among those of the class that has them
 _FRAME = re.compile(
     r"^(- ?)?($|Does not validate against|Subtypes:|Errors:|Given value|Expected a path but"
     r"|Expected a <class 'NoneType'>$)"
@@ -50,7 +54,19 @@ _CLASS = re.compile(r"Problem with given class_path '([\w.]+)':?\s*")
 
 
 class FederatedArgumentParser(LightningArgumentParser):
-    """LightningArgumentParser with one-sentence errors, without the usage text."""
+    """LightningArgumentParser with one-sentence errors, without the usage text, and ranges of options in the help."""
+
+    def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Add a class's options, each with the range that its constructor declares."""
+        added = super().add_class_arguments(theclass, nested_key, *args, **kwargs)
+        said = limits(theclass) if isinstance(theclass, type) else {}
+        for action in self._actions:
+            words = said.get(action.dest.removeprefix(f"{nested_key}."))
+            if words and action.help is not None and RANGE not in action.help:
+                first = "required, " if action.required else ""
+                last = "" if action.required and action.default is None else ", default: %(default)s"
+                action.help = f"{action.help} ({first}{RANGE}, {words}{last})"
+        return added
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the error and exit with code 2."""
@@ -97,10 +113,11 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
     if refused:
         every = [kind for _, base in (*CHOICES.values(), *OTHERS.values()) for kind in known(base)]
         kinds = [kind for kind in every if kind.__name__ in classes[-1:]] or every
-        options = dict.fromkeys(name for kind in kinds for name in parameters(kind))
-        options.pop(refused[1], None)  # another class has it
-        hint = nearest(refused[1], options)
-        return (f"{classes[-1]} has no option {refused[1]!r}" if classes else reason) + hint
+        said = f"{classes[-1]} has no option {refused[1]!r}" if classes else reason
+        fixed = {kind.__name__: fixed_options(kind)[refused[1]] for kind in kinds if refused[1] in fixed_options(kind)}
+        if fixed:
+            return f"{said}: leave it out, as with " + "; ".join(f"{name} {why}" for name, why in fixed.items())
+        return said + hint(refused[1], kinds)
     return reason
 
 

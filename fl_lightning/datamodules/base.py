@@ -25,6 +25,7 @@ from fl_lightning.datamodules.partitions.iid import IID
 from fl_lightning.datamodules.sampling import Sampling, drawn, trained
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Augment, ClientIndex, Federation, Split
+from fl_lightning.ranges import Count, CountOrZero, PositiveShare, ShareBelowOne
 from fl_lightning.secret import new_key
 
 if TYPE_CHECKING:
@@ -110,33 +111,22 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
     def __init__(
         self,
         partition: PartitionScheme | None = None,
-        fraction: float = 1.0,
-        val_fraction: float | None = None,
-        seed: int | None = None,
-        eval_clients: int = 100,
+        fraction: PositiveShare = 1.0,
+        val_fraction: ShareBelowOne | None = None,
+        seed: CountOrZero | None = None,
+        eval_clients: Count = 100,
         augment: bool = False,
         manifest: str | None = None,
-        limit: int | None = None,
+        limit: Count | None = None,
         eval_only: list[int] | None = None,
         sampling: Sampling = "fixed",
         secret_cohorts: bool = False,
     ) -> None:
         super().__init__()
-        if sampling not in ("fixed", "poisson"):
-            raise FederationError(f"sampling must be fixed or poisson, not {sampling!r}.")
         self.sampling, self.secret_cohorts = sampling, secret_cohorts
         self._key = new_key() if secret_cohorts else None
         check_scheme(partition)
         val_fraction = HELD_OUT if val_fraction is None else val_fraction
-        for name, value in (("fraction", fraction), ("val_fraction", val_fraction)):
-            arguments.real(name, value)
-        if not 0 < fraction <= 1:
-            raise FederationError(f"fraction must be greater than 0 and at most 1, not {fraction}: 0.1 is usual.")
-        if not 0 <= val_fraction < 1:
-            raise FederationError(f"val_fraction must be at least 0 and below 1, not {val_fraction}: 0.2 is usual.")
-        arguments.whole("eval_clients", eval_clients, 1)
-        if limit is not None:
-            arguments.whole("limit", limit, 1)
         self.manifest = None if manifest is None else Manifest.read(manifest)
         self.partition = partition if partition or self.manifest else IID()
         self.fraction = fraction

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fl_lightning import arguments
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.sampling import Sampling
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, CountOrZero, PositiveShare
 
 
 class Elsewhere(FederatedDataModule):
@@ -25,18 +25,14 @@ class Elsewhere(FederatedDataModule):
 
     def __init__(
         self,
-        input_shape: Sequence[int],
-        num_classes: int = 0,
-        num_outputs: int = 1,
-        fraction: float = 1.0,
+        input_shape: Sequence[Count],
+        num_classes: CountOrZero = 0,
+        num_outputs: Count = 1,
+        fraction: PositiveShare = 1.0,
         seed: int | None = None,
         sampling: Sampling = "fixed",
     ) -> None:
         super().__init__(fraction=fraction, seed=seed, sampling=sampling)
-        arguments.whole("num_classes", num_classes, 0)
-        arguments.whole("num_outputs", num_outputs, 1)
-        for size in input_shape:
-            arguments.whole("input_shape", size, 1)
         self.input_shape, self.num_classes, self.num_outputs = tuple(input_shape), num_classes, num_outputs
 
     @property

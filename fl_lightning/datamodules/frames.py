@@ -21,6 +21,7 @@ from fl_lightning.datamodules.tables import Column, columns_of, numbers_of, read
 from fl_lightning.datamodules.tensors import TensorFederation
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex
+from fl_lightning.ranges import Part, PositiveShare, ShareBelowOne, TwoOrMore
 
 
 class FromArrays(TensorFederation):
@@ -47,8 +48,8 @@ class FromArrays(TensorFederation):
         inputs: Tensor | ArrayLike | str | Path,
         targets: Tensor | ArrayLike | str | Path,
         clients: Sequence[Any] | Tensor | ArrayLike | None = None,
-        test_fraction: float = 0.2,
-        min_samples: int = 2,
+        test_fraction: Part = 0.2,
+        min_samples: TwoOrMore = 2,
         **kwargs: Any,
     ) -> None:
         dealt = _dealt(clients, test_fraction, min_samples, kwargs)
@@ -131,8 +132,8 @@ class FromFrame(TensorFederation):
         categorical: Sequence[str] = (),
         stratify: str | None = None,
         standardize: bool = True,
-        test_fraction: float = 0.2,
-        min_samples: int = 2,
+        test_fraction: Part = 0.2,
+        min_samples: TwoOrMore = 2,
         **kwargs: Any,
     ) -> None:
         columns = columns_of(table)
@@ -242,11 +243,11 @@ class Table(FromFrame):
         features: list[str] | None = None,
         categorical: list[str] | None = None,
         standardize: bool = True,
-        test_fraction: float = 0.2,
-        min_samples: int = 2,
+        test_fraction: Part = 0.2,
+        min_samples: TwoOrMore = 2,
         partition: PartitionScheme | None = None,
-        fraction: float = 1.0,
-        val_fraction: float | None = None,
+        fraction: PositiveShare = 1.0,
+        val_fraction: ShareBelowOne | None = None,
         seed: int | None = None,
     ) -> None:
         options: dict[str, Any] = {"fraction": fraction, "val_fraction": val_fraction, "seed": seed}
@@ -283,8 +284,8 @@ class FromDataset(TensorFederation):
         client: str | int | Callable[[Any], Any] | None = None,
         inputs: str | int = 0,
         target: str | int = 1,
-        test_fraction: float = 0.2,
-        min_samples: int = 2,
+        test_fraction: Part = 0.2,
+        min_samples: TwoOrMore = 2,
         **kwargs: Any,
     ) -> None:
         if isinstance(dataset, Mapping):

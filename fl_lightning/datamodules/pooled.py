@@ -10,14 +10,16 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation, Split
+from fl_lightning.ranges import Count
 
 Samples = tuple[Tensor, ...]
 
 
-class Pooled(LightningDataModule):
+class Pooled(NamedArguments, LightningDataModule):
     """All clients' samples, or those of some clients, in batches of (inputs, labels).
 
     For everything that is not federated: a central baseline, one client's own model, a project that wants the data and
@@ -39,13 +41,11 @@ class Pooled(LightningDataModule):
     def __init__(
         self,
         data: FederatedDataModule,
-        batch_size: int = 64,
+        batch_size: Count = 64,
         clients: Sequence[int] | None = None,
         owners: bool = False,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise FederationError(f"batch_size must be 1 or more, not {batch_size}.")
         self.data, self.batch_size, self.clients, self.owners = data, batch_size, clients, owners
 
     @property

@@ -23,6 +23,7 @@ from fl_lightning.datamodules.partitions.base import Partition
 from fl_lightning.datamodules.tweets import mask
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex
+from fl_lightning.ranges import Count, CountOrZero
 
 PAD, UNKNOWN = 0, 1
 
@@ -50,9 +51,9 @@ class Sent140(FederatedDataModule):
     def __init__(
         self,
         root: str | None = None,
-        vocab_size: int = 20_000,
-        min_freq: int = 1,
-        length: int = 40,
+        vocab_size: Count = 20_000,
+        min_freq: CountOrZero = 1,
+        length: Count = 40,
         vectors: str | None = None,
         skip_malformed: bool = False,
         **kwargs: Any,
@@ -60,8 +61,6 @@ class Sent140(FederatedDataModule):
         super().__init__(**kwargs)
         if find_spec("torchtext") is None:
             raise FederationError("Sent140 needs torchtext: install the text extra, pip install 'fl-lightning[text]'.")
-        if vocab_size < 1 or length < 1:
-            raise FederationError(f"vocab_size and length must be at least 1, not {vocab_size} and {length}.")
         if vectors is not None and not Path(vectors).is_file():
             raise FederationError(
                 f"There is no file of word vectors {vectors}: give a local GloVe file or leave it out."

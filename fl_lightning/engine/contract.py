@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning import local_optim
-from fl_lightning.arguments import real, whole
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.local_optim import SGD, LocalOptimizer
+from fl_lightning.ranges import CountUpToAMillion, NonNegative, Positive, ShareBelowOne
 from fl_lightning.schedules import AnySchedule, Constant, Counted, describe, value_at
 from fl_lightning.wire import State
 
-#: Maximum number of epochs, and of samples in a batch; larger numbers are taken for a typing error.
-MOST = 1_000_000
 ScheduleUnit = Literal["round", "epoch", "step"]
 
 
 @dataclass(frozen=True)
-class LocalTraining:
+class LocalTraining(NamedArguments):
     """Settings of local training.
 
     Args:
@@ -41,12 +39,12 @@ class LocalTraining:
         rounds: number of rounds of the run, for a schedule by epochs; see :meth:`in_round`.
     """
 
-    lr: float = 0.01
-    epochs: int = 1
-    batch_size: int = 10
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
+    lr: NonNegative = 0.01
+    epochs: CountUpToAMillion = 1
+    batch_size: CountUpToAMillion = 10
+    momentum: ShareBelowOne = 0.0
+    weight_decay: NonNegative = 0.0
+    clip_norm: Positive | None = None
     optimizer: LocalOptimizer | Mapping[str, Any] | str | None = None
     keep_optimizer: bool = False
     schedule: AnySchedule | None = None
@@ -54,22 +52,6 @@ class LocalTraining:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        whole("epochs", self.epochs, 1, MOST)
-        whole("batch_size", self.batch_size, 1, MOST)
-        for name in ("lr", "momentum", "weight_decay"):
-            real(name, getattr(self, name))
-        if self.clip_norm is not None:
-            real("clip_norm", self.clip_norm)
-        if not 0 <= self.lr < math.inf:
-            raise FederationError(f"lr must be 0 or more and finite, not {self.lr}.")
-        if not 0 <= self.momentum < 1:
-            raise FederationError(f"momentum must lie in [0, 1), not {self.momentum}.")
-        if not self.weight_decay >= 0:
-            raise FederationError(f"weight_decay must be 0 or more, not {self.weight_decay}.")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise FederationError(f"clip_norm must be greater than 0, not {self.clip_norm}.")
-        if self.schedule_by not in get_args(ScheduleUnit):
-            raise FederationError(f"schedule_by must be round, epoch or step, not {self.schedule_by!r}.")
         if self.optimizer is not None:
             self._take(local_optim.made(self.optimizer, self.momentum, self.weight_decay))
 

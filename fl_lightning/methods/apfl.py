@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from fl_lightning.checks import at_least
 from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
-from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import NonNegative, Share
 from fl_lightning.wire import State, prefixed, under
 
 #: Prefixes of the client's own model v_i and of the mixture m, and the name of the mixing weight.
@@ -41,12 +40,9 @@ class APFL(FederatedModule):
     """
 
     def __init__(
-        self, net: FedNet, alpha: float = 0.5, adaptive: bool = True, alpha_reg: float = 0.0, **kwargs: Any
+        self, net: FedNet, alpha: Share = 0.5, adaptive: bool = True, alpha_reg: NonNegative = 0.0, **kwargs: Any
     ) -> None:
         super().__init__(net, **kwargs)
-        if not 0 <= alpha <= 1:
-            raise FederationError(f"alpha must lie between 0 and 1, not at {alpha}.")
-        at_least(0, alpha_reg=alpha_reg)
         self.alpha, self.adaptive, self.alpha_reg = alpha, adaptive, alpha_reg
         self.hold("initial", self.trainable)  # the server's model moves on, clients still begin with this one
 

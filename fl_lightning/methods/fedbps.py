@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
 from fl_lightning.methods.lib.held_out import best_on_held_out
 from fl_lightning.methods.lib.laplace import (
-    CurvatureKind,
     DiagonalCurvature,
     check_curvature,
     client_curvature,
     posterior_variance,
-    precision,
 )
+from fl_lightning.methods.settings import Laplace, Trials
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import Positive, Share
 from fl_lightning.wire import Message, State, message_weights, pack_bits, prefixed, under, unpack_bits, without
 
 #: Prefixes of a client's variances and of its own model, and the name of the packed mask.
@@ -51,18 +50,9 @@ class FedBPS(FederatedModule):
         net: the network.
         p: share of the parameters that is personal, 0 (FedAvg) to 1 (Local), or ``auto``.
         ranking: rank all parameters together (``global``), or those of every tensor (``per_tensor``).
-        reading: the variance is the inverse of the curvature (``inverse``), as the paper's Eq. 2 has it, or the
-            curvature itself, as its Algorithm 1 is printed (``literal``).
-        curvature: ``fisher``, ``ggn`` or ``hessian``; see :class:`~fl_lightning.methods.lib.laplace.DiagonalCurvature`.
         prior_precision: delta, the inverse of the largest variance.
-        laplace_samples: how many of its samples a client uses at most.
-        laplace_draws: how often ``ggn`` draws labels and ``hessian`` signs; None draws labels once and signs 100
-            times, as one draw of signs, which all samples share, says next to nothing.
-        chunk_size: samples that are differentiated at once; it bounds the memory.
-        auto_values: what ``p: auto`` chooses from.
-        auto_rounds: rounds of each trial.
-        auto_share: part of every client's training samples that is held out in the trials, unless the data holds some
-            out anyway.
+        laplace: how clients estimate variances; see :class:`~fl_lightning.methods.settings.Laplace`.
+        trials: how ``p: auto`` chooses; see :class:`~fl_lightning.methods.settings.Trials`.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -74,45 +64,22 @@ class FedBPS(FederatedModule):
     def __init__(
         self,
         net: FedNet,
-        p: float | Literal["auto"] = 0.7,
+        p: Share | Literal["auto"] = 0.7,
         ranking: Literal["global", "per_tensor"] = "global",
-        reading: Literal["inverse", "literal"] = "inverse",
-        curvature: CurvatureKind = "fisher",
-        prior_precision: float = 1.0,
-        laplace_samples: int = 1024,
-        laplace_draws: int | None = None,
-        chunk_size: int = 128,
-        auto_values: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9),
-        auto_rounds: int = 10,
-        auto_share: float = 0.1,
+        prior_precision: Positive = 1.0,
+        laplace: Laplace = Laplace(),  # noqa: B008 - frozen
+        trials: Trials = Trials(),  # noqa: B008
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        for share in auto_values if p == "auto" else (p,):
-            if not isinstance(share, int | float) or not 0 <= share <= 1:
-                raise FederationError(f"p must lie between 0 and 1, or be auto, not {share!r}.")
-        if not auto_values or auto_rounds < 1 or not 0 < auto_share < 1:
-            raise FederationError("p: auto needs auto_values, auto_rounds of 1 or more and auto_share between 0 and 1.")
-        if not prior_precision > 0:
-            raise FederationError(f"prior_precision must be greater than 0, not {prior_precision}.")
-        check_curvature(self.net, curvature)
-        draws = DRAWS[curvature] if laplace_draws is None else laplace_draws
-        counts = {"laplace_samples": laplace_samples, "laplace_draws": draws, "chunk_size": chunk_size}
-        for name, value in counts.items():
-            if value < 1:
-                raise FederationError(f"{name} must be 1 or more, not {value}.")
-        self.ranking = one_of("ranking", ranking, ("global", "per_tensor"))
-        self.reading = one_of("reading", reading, ("inverse", "literal"))
-        self.curvature: CurvatureKind = curvature
-        if curvature == "ggn":
+        self.laplace, self.trials = Laplace.of(laplace, "laplace"), Trials.of(trials, "trials")
+        check_curvature(self.net, self.laplace.curvature)
+        if self.laplace.curvature == "ggn":
             self.needs_classes = "draws classes for curvature='ggn'"
-        self.given_p = p
-        self.prior_precision, self.chunk_size = prior_precision, chunk_size
-        self.laplace_samples, self.laplace_draws = laplace_samples, draws
-        self.auto_values, self.auto_rounds, self.auto_share = tuple(auto_values), auto_rounds, auto_share
+        self.given_p, self.ranking, self.prior_precision = p, ranking, prior_precision
         self.sizes = {name: p.numel() for name, p in self.net.named_parameters() if p.requires_grad}
         self.register_buffer("mask", pack_bits(torch.zeros(sum(self.sizes.values()), dtype=torch.bool)))
-        self.register_buffer("chosen", torch.tensor(-1))  # which of auto_values; -1 before the trials
+        self.register_buffer("chosen", torch.tensor(-1))  # which of the trials' values; -1 before them
         self._metrics: dict[str, float] = {}
 
     # server: the proportion
@@ -124,7 +91,7 @@ class FedBPS(FederatedModule):
             return self.given_p
         if int(self.chosen) < 0:
             raise FederationError("p is chosen when the run begins: it is not known before.")
-        return self.auto_values[int(self.chosen)]
+        return self.trials.values[int(self.chosen)]
 
     def on_fit_start(self) -> None:
         """Choose p, if it is to be chosen and was not yet."""
@@ -135,7 +102,7 @@ class FedBPS(FederatedModule):
                     "p: auto tries values on simulated clients, which real ones are not: give p, such as one that a "
                     "simulation chose."
                 )
-            self.chosen.fill_(best_on_held_out(self, "p", self.auto_values, self.auto_rounds, self.auto_share))
+            self.chosen.fill_(best_on_held_out(self, "p", *astuple(self.trials)))
 
     # client
 
@@ -146,13 +113,13 @@ class FedBPS(FederatedModule):
 
     def survey(self, states: Sequence[State], mes: Sequence[Me]) -> None:
         """Estimate every client's variances at its trained weights."""
-        diagonal = DiagonalCurvature(self.net, list(self.sizes), self.loss, self.curvature)
+        how = self.laplace
+        diagonal = DiagonalCurvature(self.net, list(self.sizes), self.loss, how.curvature)
         data, rngs = [me.data for me in mes], [me.stream("laplace") for me in mes]
-        settings = (self.laplace_samples, self.chunk_size, self.laplace_draws)
+        settings = (how.samples, how.chunk_size, DRAWS[how.curvature] if how.draws is None else how.draws)
         found = client_curvature(diagonal, data, states, rngs, self.compute_dtype, *settings)
-        sigma = posterior_variance if self.reading == "inverse" else precision
         for state, own, curvature in zip(states, data, found, strict=True):
-            state.update(prefixed(VARIANCE, sigma(curvature, len(own), self.prior_precision)))
+            state.update(prefixed(VARIANCE, posterior_variance(curvature, len(own), self.prior_precision)))
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
         """Model and variances go up; the model also stays."""

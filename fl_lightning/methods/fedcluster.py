@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.lib.clusters import ClusteredModule, balanced
+from fl_lightning.methods.lib.clusters import ClusteredModule, Clusters, balanced
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import LocalData, Me, Stage
 from fl_lightning.wire import State
@@ -36,9 +35,9 @@ class FedCluster(ClusteredModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    def __init__(self, net: FedNet, clusters: int = 5, groups: Groups = "random", **kwargs: Any) -> None:
+    def __init__(self, net: FedNet, clusters: Clusters = 5, groups: Groups = "random", **kwargs: Any) -> None:
         super().__init__(net, clusters, **kwargs)
-        self.groups: Groups = one_of("groups", groups, ("random", "dominant"))
+        self.groups: Groups = groups
         if groups == "dominant":
             self.needs_classes = "forms groups='dominant' by the classes of clients"
 

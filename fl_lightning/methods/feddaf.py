@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import seeding
-from fl_lightning.checks import one_of
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.lib.fusion import Basis, Fusion, capped, fusion_weights
+from fl_lightning.methods.lib.fusion import Fusion, capped, fusion_weights
 from fl_lightning.methods.lib.fusion_vae import Posterior, belonging, expected_allocation, sampled_allocation
 from fl_lightning.methods.lib.norm_statistics import (
     SAMPLES,
@@ -21,10 +20,12 @@ from fl_lightning.methods.lib.norm_statistics import (
     model_statistics,
     without_running,
 )
+from fl_lightning.methods.settings import Inference
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.norms import add_norms, feature_layers, norm_layers
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import Count, CountOrZero
 from fl_lightning.wire import Message, State
 
 #: Prefix of the measured statistics in an up message.
@@ -47,18 +48,14 @@ class FedDAF(FederatedModule):
 
     Args:
         net: the network.
-        components: virtual components at first, M; never more than there are clients.
         warmup: rounds of plain FedAvg before the first fit.
         refit_every: rounds between two fits.
-        fit_steps: steps of Adam per fit.
-        weights: use the posterior's means (``expected``) or one draw per refit (``sampled``).
         latents: components' latents are ``shared`` by the clients, or inferred for each (``per_client``).
-        basis: principal axes of later refits: ``aligned`` to the old ones, ``frozen``, or ``refitted``.
-        adaptive: delete components that hardly anybody belongs to.
-        cap: no client weighs more than this many times 1/K; None does not cap.
         add_norm: put normalisation layers into a net that has none.
         feature_stats: describe clients by mean and deviation of features instead of normalisation layers; None does so
             where the net has no normalisation layers, and ``add_norm`` adds none.
+        inference: how the server infers distributions and makes weights of them; see
+            :class:`~fl_lightning.methods.settings.Inference`.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -67,17 +64,12 @@ class FedDAF(FederatedModule):
     def __init__(
         self,
         net: FedNet,
-        components: int = 10,
-        warmup: int = 5,
-        refit_every: int = 5,
-        fit_steps: int = 500,
-        weights: Literal["expected", "sampled"] = "expected",
+        warmup: CountOrZero = 5,
+        refit_every: Count = 5,
         latents: Literal["shared", "per_client"] = "shared",
-        basis: Basis = "aligned",
-        adaptive: bool = True,
-        cap: float | None = 5.0,
         add_norm: bool = False,
         feature_stats: bool | None = None,
+        inference: Inference = Inference(),  # noqa: B008 - frozen
         **kwargs: Any,
     ) -> None:
         whole: nn.Module = FedNet.from_spec(net) if isinstance(net, dict) else net
@@ -85,23 +77,11 @@ class FedDAF(FederatedModule):
             feature_stats = not add_norm and not norm_layers(whole)
         _check_net(whole, add_norm, feature_stats)
         super().__init__(add_norms(whole) if add_norm else whole, **kwargs)  # type: ignore[arg-type]
-        for name, value, least in (
-            ("components", components, 1),
-            ("warmup", warmup, 0),
-            ("refit_every", refit_every, 1),
-            ("fit_steps", fit_steps, 1),
-        ):
-            if value < least:
-                raise FederationError(f"{name} must be {least} or more, not {value}.")
-        if cap is not None and not cap >= 1:
-            raise FederationError(f"cap must be 1 or more, as weights have a mean of 1/K, not {cap}.")
         if self.buffers_policy == "keep":
             raise FederationError("FedDAF reads running statistics from the messages: buffers must not be keep.")
-        one_of("latents", latents, ("shared", "per_client"))
-        self.weights = one_of("weights", weights, ("expected", "sampled"))
-        self.warmup, self.refit_every, self.cap, self.feature_stats = warmup, refit_every, cap, feature_stats
-        basis = one_of("basis", basis, ("aligned", "frozen", "refitted"))
-        self.fusion = Fusion(components, latents == "shared", fit_steps, basis, adaptive)
+        self.warmup, self.refit_every, self.feature_stats = warmup, refit_every, feature_stats
+        self.inference = how = Inference.of(inference, "inference")
+        self.fusion = Fusion(how.components, latents == "shared", how.steps, how.basis, how.adaptive)
         #: Weight of a client as a multiple of its FedAvg weight.
         self.multiples: dict[int, float] = {}
         #: Weights of the last round's clients.
@@ -151,8 +131,8 @@ class FedDAF(FederatedModule):
         multiples = torch.tensor([self.multiples.get(m.client, 1.0) for m in messages], dtype=torch.float64)
         weights = self._sizes(messages) * multiples
         weights /= weights.sum()
-        if self.cap is not None and self.multiples:
-            weights = capped(weights, self.cap / len(messages))
+        if self.inference.cap is not None and self.multiples:
+            weights = capped(weights, self.inference.cap / len(messages))
         self.client_weights = {m.client: float(w) for m, w in zip(messages, weights, strict=True)}
         return self.mean(messages, weights.tolist(), self.shared_names)
 
@@ -168,7 +148,7 @@ class FedDAF(FederatedModule):
         return {client: float(ratio) for client, ratio in zip(clients, ratios, strict=True)}
 
     def _allocation(self, posterior: Posterior, clients: list[int]) -> tuple[Tensor, Tensor]:
-        if self.weights == "expected":
+        if self.inference.weights == "expected":
             b, c = expected_allocation(posterior)
         else:
             round = self.completed_rounds

@@ -13,11 +13,11 @@ from sklearn.exceptions import ConvergenceWarning
 
 from fl_lightning import seeding
 from fl_lightning.engine import LocalMethod, Plan
-from fl_lightning.errors import FederationError
 from fl_lightning.methods.lib.adaptation import fit_entries, fitting
-from fl_lightning.methods.lib.clusters import ChosenClusters
+from fl_lightning.methods.lib.clusters import ChosenClusters, Clusters
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply, Stage
+from fl_lightning.ranges import Count
 from fl_lightning.wire import Message, State, message_weights, prefixed, under
 
 #: Clients, for each group, that groups are formed of.
@@ -51,11 +51,9 @@ class FedGroup(ChosenClusters):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    def __init__(self, net: FedNet, clusters: int = 4, cold_steps: int = 50, **kwargs: Any) -> None:
+    def __init__(self, net: FedNet, clusters: Clusters = 4, cold_steps: Count = 50, **kwargs: Any) -> None:
         super().__init__(net, clusters, **kwargs)
         self.make_models(independent=False)
-        if cold_steps < 1:
-            raise FederationError(f"cold_steps must be 1 or more, not {cold_steps}.")
         self.cold_steps = cold_steps
         self.groups: dict[int, int] = {}
         self.start: State = {}

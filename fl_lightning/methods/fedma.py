@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import seeding
-from fl_lightning.checks import one_of
 from fl_lightning.engine import LocalMethod, Phase, Plan, entries
 from fl_lightning.errors import FederationError
 from fl_lightning.methods.lib.matching import Matching
@@ -20,6 +19,7 @@ from fl_lightning.nets import FedNet
 from fl_lightning.nets.derive import check_units, derived_units
 from fl_lightning.nets.units import Units, resize
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import CountOrZero, Positive
 from fl_lightning.wire import Message, State, message_weights, prefixed, under
 
 #: Layers may grow to this many times the width they began with.
@@ -57,10 +57,10 @@ class FedMA(FederatedModule):
         net: FedNet,
         mode: Literal["fixed_width", "grow"] = "fixed_width",
         layerwise: bool = False,
-        sigma: float = 1.0,
-        sigma0: float = 1.0,
-        gamma0: float = 7.0,
-        sweeps: int = 5,
+        sigma: Positive = 1.0,
+        sigma0: Positive = 1.0,
+        gamma0: Positive = 7.0,
+        sweeps: CountOrZero = 5,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
@@ -69,13 +69,8 @@ class FedMA(FederatedModule):
                 "FedMA moves hidden units about, and moments that a client keeps would stay behind: leave "
                 "keep_optimizer out."
             )
-        self.mode = one_of("mode", mode, ("fixed_width", "grow"))
+        self.mode = mode
         self.grows = mode == "grow"
-        for name, value in (("sigma", sigma), ("sigma0", sigma0), ("gamma0", gamma0)):
-            if not value > 0:
-                raise FederationError(f"{name} must be greater than 0, not {value}.")
-        if sweeps < 0:
-            raise FederationError(f"sweeps must be 0 or more, not {sweeps}.")
         if mode == "grow" and (layerwise or self.server_optimizer is not None or self.buffers_policy != "average"):
             raise FederationError(
                 "mode='grow' changes the net's shapes: leave out layerwise, server_optimizer and buffers."

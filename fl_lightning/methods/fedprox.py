@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.checks import at_least
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me
+from fl_lightning.ranges import NonNegative
 from fl_lightning.wire import State, prefixed
 
 
@@ -22,9 +22,8 @@ class FedProx(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    def __init__(self, net: FedNet, mu: float = 0.01, **kwargs: Any) -> None:
+    def __init__(self, net: FedNet, mu: NonNegative = 0.01, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        at_least(0, mu=mu)
         self.mu = mu
 
     # client

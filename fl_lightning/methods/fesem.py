@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.checks import one_of, only
-from fl_lightning.methods.lib.clusters import ClusterModels, balanced, squared_distances
+from fl_lightning.methods.lib.clusters import ClusterModels, Clusters, balanced, squared_distances
 from fl_lightning.nets import FedNet
 from fl_lightning.wire import Message, State
 
@@ -34,21 +34,19 @@ class FeSEM(ClusterModels):
         clusters: number of centres Q; with one, and all clients in every round, this is FedAvg with uniform weights.
         centres: weights of the centres at first: drawn for each of them (``independent``), as the method has it, or the
             ``same``. Independent ones lie so far apart that clients hardly ever leave the one they were dealt to.
-        weighting: ``uniform``.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
+
+    fixed: ClassVar[Mapping[str, str]] = {"weighting": "all members of a cluster count the same"}
 
     def __init__(
         self,
         net: FedNet,
-        clusters: int = 4,
+        clusters: Clusters = 4,
         centres: Centres = "independent",
-        weighting: Literal["uniform"] = "uniform",
         **kwargs: Any,
     ) -> None:
-        one_of("centres", centres, ("independent", "same"))
-        only(weighting, "uniform", "FeSEM counts all members of a cluster the same")
-        super().__init__(net, clusters, weighting=weighting, **kwargs)
+        super().__init__(net, clusters, weighting="uniform", **kwargs)
         self.make_models(independent=centres == "independent")
         self.known: dict[int, State] = {}
         self.labels: dict[int, int] = {}

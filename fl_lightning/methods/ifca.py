@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import mean_losses
-from fl_lightning.methods.lib.clusters import CHOICE, ChosenClusters
+from fl_lightning.methods.lib.clusters import CHOICE, ChosenClusters, Clusters
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import CountOrZero
 from fl_lightning.wire import Message, State, Weighting, under
 
 
@@ -32,12 +32,15 @@ class IFCA(ChosenClusters):
     """
 
     def __init__(
-        self, net: FedNet, clusters: int = 4, warmup: int = 0, weighting: Weighting = "uniform", **kwargs: Any
+        self,
+        net: FedNet,
+        clusters: Clusters = 4,
+        warmup: CountOrZero = 0,
+        weighting: Weighting = "uniform",
+        **kwargs: Any,
     ) -> None:
         super().__init__(net, clusters, weighting=weighting, **kwargs)
         self.make_models(independent=True)
-        if warmup < 0:
-            raise FederationError(f"warmup must be 0 or more rounds, not {warmup}.")
         self.warmup = warmup
 
     # client

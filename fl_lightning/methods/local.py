@@ -7,6 +7,7 @@ from typing import Any
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
+from fl_lightning.ranges import CountOrZero
 
 
 class Local(FederatedModule):
@@ -18,9 +19,9 @@ class Local(FederatedModule):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    def __init__(self, net: FedNet, clients: list[int] | None = None, **kwargs: Any) -> None:
+    def __init__(self, net: FedNet, clients: list[CountOrZero] | None = None, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        if clients is not None and (not clients or min(clients) < 0):
+        if clients is not None and not clients:
             raise FederationError(f"clients must name at least one client, not {clients}.")
         self.clients = clients
 

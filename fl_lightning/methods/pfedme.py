@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fl_lightning.checks import at_least
 from fl_lightning.engine import Batch, Gradient, Move, Phase, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import Count, NonNegative
 from fl_lightning.wire import Message, State, message_weights, prefixed, under, without
 
 #: Prefix of the personal model's entries.
@@ -49,15 +49,13 @@ class PFedMe(FederatedModule):
     def __init__(
         self,
         net: FedNet,
-        lam: float = 15.0,
-        inner_steps: int = 5,
-        personal_lr: float = 0.02,
-        beta: float = 1.0,
+        lam: NonNegative = 15.0,
+        inner_steps: Count = 5,
+        personal_lr: NonNegative = 0.02,
+        beta: NonNegative = 1.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        at_least(0, lam=lam, personal_lr=personal_lr, beta=beta)
-        at_least(1, inner_steps=inner_steps)
         if self.local.lr * lam > 1 + 1e-9:
             raise FederationError(f"lr * lam must be 1 at most, not {self.local.lr * lam:g}: w would go past theta.")
         self.lam, self.inner_steps, self.personal_lr, self.beta = lam, inner_steps, personal_lr, beta

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from fl_lightning.checks import at_least, only
 from fl_lightning.errors import FederationError
 from fl_lightning.evaluation import mean_loss
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import NonNegative
 from fl_lightning.wire import Message, State
 
 #: The entry of the up message that carries F_k.
@@ -37,7 +37,6 @@ class QFFL(FederatedModule):
     Args:
         net: the network.
         q: how much clients that do badly count; 0 is FedAvg with uniform weights.
-        weighting: ``uniform``; running statistics are averaged so.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``lr`` must be positive.
     """
 
@@ -45,10 +44,10 @@ class QFFL(FederatedModule):
 
     aggregates_by_mean = takes_rules = False  # the clients' losses decide the weights
 
-    def __init__(self, net: FedNet, q: float = 0.001, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:
-        super().__init__(net, weighting=weighting, **kwargs)
-        at_least(0, q=q)
-        only(weighting, "uniform", "QFFL weighs clients by their loss, never by their samples")
+    fixed: ClassVar[Mapping[str, str]] = {"weighting": "the loss weighs clients, never their samples"}
+
+    def __init__(self, net: FedNet, q: NonNegative = 0.001, **kwargs: Any) -> None:
+        super().__init__(net, weighting="uniform", **kwargs)
         if not self.local.lr > 0:
             raise FederationError("QFFL estimates the Lipschitz constant as 1 / lr: lr must be greater than 0.")
         self.q = q

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
-from fl_lightning.checks import only
 from fl_lightning.engine import Batch, Gradient, Phase, Update
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
@@ -34,15 +34,14 @@ class SCAFFOLD(FederatedModule):
 
     Args:
         net: the network.
-        weighting: ``uniform``, as the theory has it.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`; a server SGD with another learning rate is eta_g.
     """
 
+    fixed: ClassVar[Mapping[str, str]] = {"weighting": "all clients weigh the same, as the theory has it"}
     plain_sgd = "takes a client's change for the sum of its corrected gradients"
 
-    def __init__(self, net: FedNet, weighting: Literal["uniform"] = "uniform", **kwargs: Any) -> None:
-        super().__init__(net, weighting=weighting, **kwargs)
-        only(weighting, "uniform", "SCAFFOLD weighs all clients the same")
+    def __init__(self, net: FedNet, **kwargs: Any) -> None:
+        super().__init__(net, weighting="uniform", **kwargs)
         self.hold("control", {name: torch.zeros_like(value) for name, value in self.trainable.items()})
 
     # client

@@ -6,7 +6,7 @@ Equation numbers are those of the journal version (IEEE Access, 2022).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -15,15 +15,15 @@ from torch.nn.functional import softplus
 
 from fl_lightning import distributions as dist
 from fl_lightning import seeding
-from fl_lightning.checks import one_of
 from fl_lightning.engine import Batch, Phase
 from fl_lightning.errors import FederationError
-from fl_lightning.methods.lib.factorized import Dictionary, FactorizedModule, widened
+from fl_lightning.methods.lib.factorized import FactorizedModule, widened
+from fl_lightning.methods.settings import Evaluation, Posterior
 from fl_lightning.nets import FedNet
+from fl_lightning.ranges import Above, Count, CountUpToAMillion, NonNegative, Positive
 from fl_lightning.wire import State
 
 Schedule = Literal["alternate", "joint"]
-Evaluation = Literal["expected", "threshold", "sampled"]
 NeverSampled = Literal["adapt", "ones", "prior_mean"]
 #: c and d are kept this far above 0.
 FLOOR = 1e-3
@@ -54,54 +54,38 @@ class WAFFLe(FactorizedModule):
             (:func:`~fl_lightning.nets.factorized.default_factors`).
         alpha_ratio: concentration of the prior as a share of the number of factors, alpha / F.
         alpha: concentration by layer, in place of ``alpha_ratio``; more than 0.001, c's floor.
-        temperature: of the relaxed Bernoulli samples.
         schedule: ``alternate`` or ``joint``.
         selection_epochs: how many of a round's epochs ``alternate`` gives to the selection.
         vi_lr_mult: learning rate of the selection logits as a multiple of ``lr``.
-        kl_weight: weight of the KL terms; 1 is the bound.
-        evaluation: clients are evaluated with b = pi (``expected``), b = 1[pi >= 1/2] (``threshold``), or one fixed
-            draw of b (``sampled``).
         never_sampled: a client that never trained first fits pi, c and d to its own training data (``adapt``), or is
             evaluated with b = 1 (``ones``, the paper's way) or b = E[p] (``prior_mean``).
-        adapt_epochs: passes over its data in which such a client fits pi, c and d.
-        dictionary: evaluate clients with the server's ``current`` dictionary or with the last one each received.
-        logit_bound: logits of pi are kept within plus and minus this.
+        posterior: how clients fit their selection; see :class:`~fl_lightning.methods.settings.Posterior`.
+        evaluation: how clients are evaluated; see :class:`~fl_lightning.methods.settings.Evaluation`.
         epochs: passes over a client's data per round; ``alternate`` needs 2 or more.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``weighting`` is ``uniform`` unless given.
     """
 
     kinds = ("logits", "c", "d")
+    evaluated: Evaluation
 
     def __init__(
         self,
         net: FedNet,
-        factors: dict[str, int] | None = None,
-        alpha_ratio: float = 0.8,
-        alpha: dict[str, float] | None = None,
-        temperature: float = 2 / 3,
+        factors: dict[str, Count] | None = None,
+        alpha_ratio: Positive = 0.8,
+        alpha: dict[str, Annotated[float, Above(FLOOR)]] | None = None,
         schedule: Schedule = "alternate",
-        selection_epochs: int = 1,
-        vi_lr_mult: float = 1000.0,
-        kl_weight: float = 1.0,
-        evaluation: Evaluation = "expected",
+        selection_epochs: Count = 1,
+        vi_lr_mult: NonNegative = 1000.0,
         never_sampled: NeverSampled = "adapt",
-        adapt_epochs: int = 1,
-        dictionary: Dictionary = "current",
-        logit_bound: float = 8.0,
-        epochs: int = 5,
+        posterior: Posterior = Posterior(),  # noqa: B008 - frozen
+        evaluation: Evaluation = Evaluation(),  # noqa: B008
+        epochs: CountUpToAMillion = 5,
         **kwargs: Any,
     ) -> None:
-        options = {"never_sampled": never_sampled, "adapt_epochs": adapt_epochs, "dictionary": dictionary}
-        super().__init__(net, epochs=epochs, **options, **kwargs)  # type: ignore[arg-type]
-        for name, value in (("alpha_ratio", alpha_ratio), ("temperature", temperature), ("logit_bound", logit_bound)):
-            if not value > 0:
-                raise FederationError(f"{name} must be greater than 0, not {value}.")
-        for name, value in (("vi_lr_mult", vi_lr_mult), ("kl_weight", kl_weight)):
-            if not value >= 0:
-                raise FederationError(f"{name} must be 0 or more, not {value}.")
-        one_of("never_sampled", never_sampled, ("adapt", "ones", "prior_mean"))
-        self.schedule = one_of("schedule", schedule, ("alternate", "joint"))
-        self.evaluation = one_of("evaluation", evaluation, ("expected", "threshold", "sampled"))
+        super().__init__(net, epochs=epochs, never_sampled=never_sampled, **kwargs)
+        self.evaluated = Evaluation.of(evaluation, "evaluation")
+        self.schedule, self.posterior = schedule, Posterior.of(posterior, "posterior")
         if schedule == "alternate" and self.local.epochs < 2:
             raise FederationError(
                 "schedule='alternate' needs epochs for the selection and for the factors: set epochs to 2 or more, "
@@ -113,8 +97,7 @@ class WAFFLe(FactorizedModule):
                 f"between 1 and {self.local.epochs - 1}, one less than epochs={self.local.epochs}, not at "
                 f"{selection_epochs}."
             )
-        self.temperature, self.selection_epochs, self.vi_lr_mult = temperature, selection_epochs, vi_lr_mult
-        self.kl_weight, self.logit_bound = kl_weight, logit_bound
+        self.selection_epochs, self.vi_lr_mult = selection_epochs, vi_lr_mult
         asked = self.asked_factors(factors)
         numbers = {layer: module.factors for layer, module in self.layers.items()} | asked
         self.alpha = {layer: alpha_ratio * number for layer, number in numbers.items()} | (alpha or {})
@@ -131,7 +114,7 @@ class WAFFLe(FactorizedModule):
         """Logits of the prior's mean, and c, d (before softplus) for which q(v) is the prior."""
         reference, alpha = self.layers[layer].r, self.alpha[layer]
         mean = dist.prior_mean(number, alpha).clamp(EDGE, 1 - EDGE).logit()
-        logits = mean.clamp(-self.logit_bound, self.logit_bound).to(reference.detach())
+        logits = mean.clamp(-self.posterior.logit_bound, self.posterior.logit_bound).to(reference.detach())
         return {
             "logits": logits,
             "c": torch.full_like(logits, dist.softplus_inverse(alpha - FLOOR)),
@@ -150,7 +133,7 @@ class WAFFLe(FactorizedModule):
         """One relaxed sample of b per layer for the whole minibatch."""
         return {
             f"{layer}.mask": dist.relaxed_bernoulli(
-                state[f"{layer}.logits"], noise[f"{layer}.logistic"], self.temperature
+                state[f"{layer}.logits"], noise[f"{layer}.logistic"], self.posterior.temperature
             )
             for layer in self.factors
         }
@@ -176,14 +159,14 @@ class WAFFLe(FactorizedModule):
             sum(self.divergence(self.own(state, layer), batch.noise[f"{layer}.log_u"], self.alpha[layer]))
             for layer in self.factors
         ]
-        return self.kl_weight / batch.scalars["samples"] * torch.stack(terms).sum()  # type: ignore[arg-type]
+        return self.posterior.kl_weight / batch.scalars["samples"] * torch.stack(terms).sum()  # type: ignore[arg-type]
 
     def own_step(self, name: str, value: Tensor, gradient: Tensor, lr: float | Tensor) -> Tensor:
         """Logits take larger steps than c and d, within their bound."""
         if not name.endswith(".logits"):
             return value - lr * gradient
         moved = value - lr * self.vi_lr_mult * gradient
-        return moved.clamp(-self.logit_bound, self.logit_bound)
+        return moved.clamp(-self.posterior.logit_bound, self.posterior.logit_bound)
 
     # client: the round
 
@@ -202,9 +185,9 @@ class WAFFLe(FactorizedModule):
     def selection(self, own: State, rng: np.random.Generator) -> Tensor:
         """Either b = pi, b = 1[pi >= 1/2], or one draw of b that is always the same."""
         pi = torch.sigmoid(own["logits"])
-        if self.evaluation == "expected":
+        if self.evaluated.selection == "expected":
             return pi
-        bar = seeding.uniform(rng, pi.shape, pi.dtype).to(pi.device) if self.evaluation == "sampled" else 0.5
+        bar = seeding.uniform(rng, pi.shape, pi.dtype).to(pi.device) if self.evaluated.selection == "sampled" else 0.5
         return (pi >= bar).to(pi.dtype)
 
     def unfitted_masks(self, counts: Mapping[str, int]) -> State:

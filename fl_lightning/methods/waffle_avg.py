@@ -16,6 +16,7 @@ from fl_lightning.methods.scaffold import CHANGE, OWN, SCAFFOLD, SERVER
 from fl_lightning.methods.schedules import AnySchedule, describe, made
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import Me, Reply
+from fl_lightning.ranges import Count, NonNegative
 from fl_lightning.wire import Message, State, prefixed, under, without
 
 #: Prefix of a client's new control variate, which it sends up with ``control="weighted_mean"``.
@@ -67,22 +68,13 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         control: Literal["eq1", "weighted_mean"] = "eq1",
         omega: AnySchedule | None = None,
         psi: AnySchedule | None = None,
-        rounds: int | None = None,
-        local_from: float = 0.95,
-        smoothing: int = 3,
+        rounds: Count | None = None,
+        local_from: NonNegative = 0.95,
+        smoothing: Count = 3,
         before_first: Literal["uniform", "available"] = "uniform",
         **kwargs: Any,
     ) -> None:
         super().__init__(net, **kwargs)
-        if control not in ("eq1", "weighted_mean"):
-            raise FederationError(f"control must be eq1 or weighted_mean, not {control!r}.")
-        if before_first not in ("uniform", "available"):
-            raise FederationError(f"before_first must be uniform or available, not {before_first!r}.")
-        for name, value in (("rounds", rounds), ("smoothing", smoothing)):
-            if value is not None and value < 1:
-                raise FederationError(f"{name} must be 1 or more, not {value}.")
-        if not 0 <= local_from < math.inf:
-            raise FederationError(f"local_from must be 0 or more, not {local_from}: 0.95 is the paper's, 2 is never.")
         self.control_rule, self.rounds, self.local_from = control, rounds, local_from
         self.smoothing, self.before_first = smoothing, before_first
         self.omega, self.psi = made(omega, "omega"), made(psi, "psi")

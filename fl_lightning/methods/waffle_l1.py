@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.checks import one_of
 from fl_lightning.engine import Batch, Phase
-from fl_lightning.errors import FederationError
 from fl_lightning.methods.lib.factorized import FactorizedModule, widened
 from fl_lightning.nets import FedNet
+from fl_lightning.ranges import Count, NonNegative
 from fl_lightning.wire import State
 
 
@@ -39,17 +38,14 @@ class WAFFLeL1(FactorizedModule):
     def __init__(
         self,
         net: FedNet,
-        factors: dict[str, int] | None = None,
-        omega: float = 1.0,
-        score_lr_mult: float = 1.0,
+        factors: dict[str, Count] | None = None,
+        omega: NonNegative = 1.0,
+        score_lr_mult: NonNegative = 1.0,
         never_sampled: Literal["ones", "adapt"] = "ones",
-        active_score: float = 0.1,
+        active_score: NonNegative = 0.1,
         **kwargs: Any,
     ) -> None:
-        super().__init__(net, never_sampled=one_of("never_sampled", never_sampled, ("ones", "adapt")), **kwargs)
-        for name, value in (("omega", omega), ("score_lr_mult", score_lr_mult), ("active_score", active_score)):
-            if not value >= 0:
-                raise FederationError(f"{name} must be 0 or more, not {value}.")
+        super().__init__(net, never_sampled=never_sampled, **kwargs)
         self.omega, self.score_lr_mult, self.active_score = omega, score_lr_mult, active_score
         self.factorise(self.asked_factors(factors), {})
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import FederationError
 from fl_lightning.methods.lib.agents import AgentsOfInterest
 from fl_lightning.nets import FedNet
+from fl_lightning.ranges import NonNegative
 
 #: What is left of the weights, shape (agents of interest, clients), float64.
 LEFT = "erosion.left"
@@ -39,12 +39,9 @@ class WeightErosion(AgentsOfInterest):
     of_the_run = (*AgentsOfInterest.of_the_run, LEFT)
 
     def __init__(
-        self, net: FedNet, distance_penalty: float | None = None, size_penalty: float = 2.0, **kwargs: Any
+        self, net: FedNet, distance_penalty: NonNegative | None = None, size_penalty: NonNegative = 2.0, **kwargs: Any
     ) -> None:
-        super().__init__(net, **kwargs)
-        for name, value in (("distance_penalty", distance_penalty), ("size_penalty", size_penalty)):
-            if value is not None and not value >= 0:
-                raise FederationError(f"{name} must be 0 or more, not {value}.")
+        super().__init__(net, weighting="uniform", **kwargs)
         self.distance_penalty, self.size_penalty = distance_penalty, size_penalty
 
     def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fl_lightning.errors import FederationError
 from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.convert import Net, replace_modules
+from fl_lightning.ranges import Count, Positive
 
 
 class LoRALinear(nn.Linear):
@@ -187,9 +188,9 @@ class LoRA(FedNet):
     def __init__(
         self,
         net: FedNet,
-        rank: int = 4,
+        rank: Count = 4,
         layers: Sequence[str] = ("*",),
-        alpha: float | None = None,
+        alpha: Positive | None = None,
         train: Sequence[str] = ("head",),
         weights: str | None = None,
     ) -> None:

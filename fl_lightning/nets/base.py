@@ -35,7 +35,6 @@ class FedNet(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Record the constructor's arguments."""
         arguments.check_types(cls, args, kwargs)
-        arguments.check_sizes(cls, args, kwargs)
         net = super().__new__(cls)
         # Copying and unpickling call this without arguments, and then restore the record with the object.
         net.__dict__["_init_args"] = _bound(cls, args, kwargs)

@@ -14,6 +14,7 @@ from torchvision.models.resnet import BasicBlock
 from torchvision.ops.misc import Conv2dNormActivation
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.ranges import Count
 
 
 class _Pooled(FedNet):
@@ -43,7 +44,7 @@ class ResNet18(_Pooled):
         torch.Size([2, 10])
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10) -> None:
         body = nn.Sequential()
         body.add_module("stem", Conv2dNormActivation(in_channels, 64, 3))
         width = 64
@@ -69,7 +70,7 @@ class DenseNet121(_Pooled):
         torch.Size([2, 10])
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10) -> None:
         body = nn.Sequential()
         body.add_module("stem", nn.Conv2d(in_channels, 64, 3, padding=1, bias=False))
         width, growth = 64, 32
@@ -100,7 +101,7 @@ class MobileNetV2(_Pooled):
     #: Expansion, channels, blocks, and stride of the first block of every group.
     groups = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10) -> None:
         body = nn.Sequential()
         body.add_module("stem", Conv2dNormActivation(in_channels, 32, 3, activation_layer=nn.ReLU6))
         width = 32

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.ranges import Count
 
 
 class CNNFashion(FedNet):
@@ -23,7 +24,7 @@ class CNNFashion(FedNet):
         torch.Size([3, 10])
     """
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self, num_classes: Count = 10) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 16, 5, padding=2, bias=False)
         self.conv2 = nn.Conv2d(16, 32, 5, padding=2, bias=False)
@@ -49,7 +50,7 @@ class CNNCifar(FedNet):
         torch.Size([3, 10])
     """
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self, num_classes: Count = 10) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, bias=False)
         self.conv2 = nn.Conv2d(16, 16, 3, bias=False)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.units import Units, units_between
+from fl_lightning.ranges import Count
 
 
 def _conv(in_channels: int, out_channels: int, stride: int = 1, size: int = 3) -> nn.Sequential:
@@ -113,7 +114,7 @@ class DLA(_DLA):
         base: channels of the first layers; the others have 2, 4, 8, 16 and 32 times as many.
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10, base: int = 16) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10, base: Count = 16) -> None:
         super().__init__(_Tree, in_channels, num_classes, base)
 
 
@@ -126,7 +127,7 @@ class DLASimple(_DLA):
         base: channels of the first layers, as in :class:`DLA`.
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10, base: int = 16) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10, base: Count = 16) -> None:
         super().__init__(_BinaryTree, in_channels, num_classes, base)
 
 
@@ -142,5 +143,5 @@ class DLATiny(DLA):
         torch.Size([2, 10])
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10) -> None:
         super().__init__(in_channels, num_classes, base=2)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.ranges import Count
 
 
 class _LeNet(FedNet):
@@ -49,7 +50,7 @@ class LeNet5(_LeNet):
         torch.Size([3, 10])
     """
 
-    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 1, num_classes: Count = 10) -> None:
         super().__init__(in_channels, num_classes, padding=2, bias=True)
 
 
@@ -94,7 +95,7 @@ class LeNetBN(LeNet5):
         torch.Size([3, 10])
     """
 
-    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 1, num_classes: Count = 10) -> None:
         super().__init__(in_channels, num_classes)
         self.bn1 = nn.BatchNorm2d(6)
         self.bn2 = nn.BatchNorm2d(16)
@@ -118,7 +119,7 @@ class LeNet5Cifar(_LeNet):
         torch.Size([3, 10])
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10) -> None:
         super().__init__(in_channels, num_classes, padding=0, bias=False)
 
 
@@ -139,5 +140,5 @@ class WideLeNet(_LeNet):
 
     widths = (64, 64, 384, 192)
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10) -> None:
         super().__init__(in_channels, num_classes, padding=0, bias=True)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.units import Units, recurrent_units
+from fl_lightning.ranges import Count, ShareBelowOne
 
 
 class BothWays(nn.LSTM):
@@ -53,11 +54,11 @@ class BiLSTM(FedNet):
 
     def __init__(
         self,
-        num_embeddings: int = 20_002,
-        embedding: int = 100,
-        units: int = 64,
-        dropout: float = 0.3,
-        num_classes: int = 2,
+        num_embeddings: Count = 20_002,
+        embedding: Count = 100,
+        units: Count = 64,
+        dropout: ShareBelowOne = 0.3,
+        num_classes: Count = 2,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_embeddings, embedding, padding_idx=0)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.errors import FederationError
 from fl_lightning.nets.base import FedNet
+from fl_lightning.ranges import Count
 
 
 class MLP(FedNet):
@@ -30,12 +30,10 @@ class MLP(FedNet):
     """
 
     def __init__(
-        self, in_features: int = 784, hidden: Sequence[int] = (200,), num_classes: int = 10, bias: bool = False
+        self, in_features: Count = 784, hidden: Sequence[Count] = (200,), num_classes: Count = 10, bias: bool = False
     ) -> None:
         super().__init__()
         widths = [in_features, *hidden]
-        if min(widths) < 1:
-            raise FederationError(f"Widths of a perceptron's layers must be 1 or more, not {min(widths)}.")
         self.depth = len(hidden)
         for i in range(self.depth):
             self.add_module(f"fc{i + 1}", nn.Linear(widths[i], widths[i + 1], bias=bias))

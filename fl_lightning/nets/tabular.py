@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
+from fl_lightning.ranges import Count
 
 
 class EmbeddingBagNet(FedNet):
@@ -27,7 +28,7 @@ class EmbeddingBagNet(FedNet):
     """
 
     def __init__(
-        self, num_embeddings: int, num_outputs: int = 2, embedding: int = 16, hidden: Sequence[int] = (32,)
+        self, num_embeddings: Count, num_outputs: Count = 2, embedding: Count = 16, hidden: Sequence[Count] = (32,)
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_embeddings, embedding, padding_idx=0)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.units import Units, units_between
+from fl_lightning.ranges import Count
 
 
 class ThinBlock(nn.Module):
@@ -60,7 +61,7 @@ class ResNet20(FedNet):
     #: Blocks of each stage.
     blocks: ClassVar[int] = 3
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: Count = 3, num_classes: Count = 10) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fl_lightning.errors import FederationError
 from fl_lightning.nets.base import FedNet
+from fl_lightning.ranges import Count, CountOrZero, ShareBelowOne
 
 
 class Attention(nn.Module):
@@ -104,13 +105,13 @@ class TransformerEncoder(_Tokens):
 
     def __init__(
         self,
-        num_embeddings: int = 20_002,
-        num_classes: int = 2,
-        length: int = 64,
-        width: int = 64,
-        depth: int = 2,
-        heads: int = 4,
-        dropout: float = 0.0,
+        num_embeddings: Count = 20_002,
+        num_classes: Count = 2,
+        length: Count = 64,
+        width: Count = 64,
+        depth: CountOrZero = 2,
+        heads: Count = 4,
+        dropout: ShareBelowOne = 0.0,
     ) -> None:
         super().__init__(num_embeddings, length, width, depth, heads, dropout, causal=False)
         self.head = nn.Linear(width, num_classes)
@@ -141,12 +142,12 @@ class TransformerDecoder(_Tokens):
 
     def __init__(
         self,
-        num_embeddings: int = 128,
-        length: int = 64,
-        width: int = 64,
-        depth: int = 2,
-        heads: int = 4,
-        dropout: float = 0.0,
+        num_embeddings: Count = 128,
+        length: Count = 64,
+        width: Count = 64,
+        depth: CountOrZero = 2,
+        heads: Count = 4,
+        dropout: ShareBelowOne = 0.0,
     ) -> None:
         super().__init__(num_embeddings, length, width, depth, heads, dropout, causal=True)
         self.head = nn.Linear(width, num_embeddings)
@@ -177,14 +178,14 @@ class ViTTiny(FedNet):
 
     def __init__(
         self,
-        num_classes: int = 10,
-        size: int = 32,
-        channels: int = 3,
-        patch: int = 4,
-        width: int = 192,
-        depth: int = 6,
-        heads: int = 3,
-        dropout: float = 0.0,
+        num_classes: Count = 10,
+        size: Count = 32,
+        channels: Count = 3,
+        patch: Count = 4,
+        width: Count = 192,
+        depth: CountOrZero = 6,
+        heads: Count = 3,
+        dropout: ShareBelowOne = 0.0,
     ) -> None:
         super().__init__()
         if size % patch:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fl_lightning.errors import FederationError
 from fl_lightning.nets.base import FedNet
 from fl_lightning.nets.convert import group_count
+from fl_lightning.ranges import Count
 
 
 class Twice(nn.Module):
@@ -47,7 +48,7 @@ class UNet(FedNet):
         torch.Size([2, 2, 16, 16])
     """
 
-    def __init__(self, channels: int = 3, num_classes: int = 2, widths: Sequence[int] = (16, 32, 64)) -> None:
+    def __init__(self, channels: Count = 3, num_classes: Count = 2, widths: Sequence[Count] = (16, 32, 64)) -> None:
         super().__init__()
         if not widths:
             raise FederationError("A U-Net needs one scale at least: give widths.")

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import os
+import pkgutil
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from fl_lightning.arguments import fixed_options
 from fl_lightning.callbacks.agents import WeighsAgents, local_since
 from fl_lightning.errors import FederationError
 from fl_lightning.metrics.fairness import scored, worst_decile
@@ -159,6 +161,9 @@ def _arguments(config: Config, seed: int, folder: Path) -> Config:
     own = arguments.setdefault("trainer", {}).get("callbacks", [])
     saver = {"dirpath": str(folder), "filename": Path(CHECKPOINT).stem, "every_n_epochs": EVERY}
     arguments["seed_everything"] = seed
+    kind = pkgutil.resolve_name(config["model"]["class_path"])
+    for option in fixed_options(kind):  # recipes give it to all methods
+        arguments["model"]["init_args"].pop(option, None)
     arguments["trainer"].update(
         accelerator="cpu",
         default_root_dir=str(folder),  # where callbacks write

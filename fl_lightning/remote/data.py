@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningDataModule
 
-from fl_lightning import arguments, seeding
+from fl_lightning import seeding
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.datamodules.loaders import ClientChunks, Tick
 from fl_lightning.datamodules.sampling import Sampling, drawn, trained
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex, Federation, Split
+from fl_lightning.ranges import PositiveShare
 
 if TYPE_CHECKING:
     from fl_lightning.remote.clients import RemoteClients
 
 
-class SiteData(LightningDataModule):
+class SiteData(NamedArguments, LightningDataModule):
     """Numbers of clients instead of data: rounds, cohorts and groups to evaluate, for a stock ``Trainer``.
 
     Its federation has as many samples as the sites report, all of them blank.
@@ -30,12 +32,13 @@ class SiteData(LightningDataModule):
     """
 
     def __init__(
-        self, clients: RemoteClients, fraction: float = 1.0, seed: int | None = None, sampling: Sampling = "fixed"
+        self,
+        clients: RemoteClients,
+        fraction: PositiveShare = 1.0,
+        seed: int | None = None,
+        sampling: Sampling = "fixed",
     ) -> None:
         super().__init__()
-        arguments.real("fraction", fraction)
-        if not 0 < fraction <= 1:
-            raise FederationError(f"fraction must be greater than 0 and at most 1, not {fraction}: 0.1 is usual.")
         self.clients, self.fraction, self.sampling = clients, fraction, sampling
         self.seed = seeding.default_seed() if seed is None else seed
         self._federation: Federation | None = None

@@ -23,6 +23,7 @@ from fl_lightning.callbacks.inferred import (
 )
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import IFCA, FedAvg, FedDAF, FedGroup, FedMA, FedPer, FeSEM, Local
+from fl_lightning.methods.settings import Inference
 from fl_lightning.nets import LeNetBN
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.support.stops import Stop, kill, make, run, stopped
@@ -211,7 +212,7 @@ def test_nearest_neighbours() -> None:
 @pytest.mark.parametrize("original", [True, False])
 def test_the_picture_of_what_is_inferred(original: bool, tmp_path: Path) -> None:
     callback = InferredDistributionCallback(number=40, original=original, folder=str(tmp_path))
-    method = FedDAF(lenet(), lr=0.1, batch_size=8, warmup=0, fit_steps=20, engine="stacked")
+    method = FedDAF(lenet(), lr=0.1, batch_size=8, warmup=0, inference=Inference(steps=20), engine="stacked")
     fit(method, blobs((12, 9, 8, 10, 8, 9), IMAGE), rounds=1, callbacks=[callback])
     assert 0 <= callback.score <= 1
     told = json.loads((tmp_path / "inferred_distribution.json").read_text())

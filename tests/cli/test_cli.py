@@ -119,7 +119,7 @@ def test_schedules_are_named_by_class_or_by_any_import_path() -> None:
 
 #: Options without which a method cannot be made, or not with the quickstart's learning rate.
 NEEDED = {
-    "FedDAF": ["--model.feature_stats=true", "--model.warmup=1", "--model.fit_steps=10"],
+    "FedDAF": ["--model.feature_stats=true", "--model.warmup=1", "--model.inference.steps=10"],
     "PFedMe": ["--model.lr=0.05"],
     "WAFFLe": ['--model.factors={"fc1": 8}'],
     "WAFFLeL1": ['--model.factors={"fc1": 8}'],
@@ -144,8 +144,8 @@ def test_a_proportion_that_is_chosen_is_kept_with_the_run(monkeypatch: pytest.Mo
     saver = '[{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "filename": "run"}}]'
     auto = [
         "--model.p=auto",
-        "--model.auto_values=[0.2, 0.8]",
-        "--model.auto_rounds=1",
+        "--model.trials.values=[0.2, 0.8]",
+        "--model.trials.rounds=1",
         "--model.server_optimizer=Yogi",
     ]
     options = ["--config", QUICKSTART, *QUIET, "--model", "FedBPS", "--model.server_optimizer=Yogi", *auto]

@@ -240,7 +240,7 @@ def test_vectors_that_are_none(root: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [{"vocab_size": 0}, {"length": 0}])
 def test_sizes_below_one(root: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(FederationError, match="at least 1"):
+    with pytest.raises(FederationError, match="must be 1 or more, not 0"):
         data(root, **wrong)
 
 

@@ -18,6 +18,7 @@ from fl_lightning.methods.fedbps import MASK, OWN, VARIANCE, largest
 from fl_lightning.methods.lib import laplace
 from fl_lightning.methods.lib.held_out import held_out
 from fl_lightning.methods.lib.laplace import DiagonalCurvature, client_curvature
+from fl_lightning.methods.settings import Laplace, Trials
 from fl_lightning.nets import BiLSTM, LeNetBN
 from fl_lightning.parties import LocalData
 from fl_lightning.wire import Message, pack_bits, unpack_bits
@@ -144,7 +145,7 @@ def test_weights_without_any_gradient_have_the_largest_variance_and_become_perso
 
 @pytest.mark.parametrize("curvature", ["fisher", "ggn", "hessian"])
 def test_parameters_that_do_not_reach_the_loss_have_the_variance_of_the_prior(curvature: Any) -> None:
-    method = FedBPS(seeded(Unused), p=0.5, curvature=curvature, prior_precision=4.0, **OPTIONS)
+    method = FedBPS(seeded(Unused), p=0.5, laplace=Laplace(curvature), prior_precision=4.0, **OPTIONS)
     got: list[Message] = []
     method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
     fit(method, blobs(), rounds=1)
@@ -180,9 +181,8 @@ def test_the_settings_of_the_approximation(
     curvature: Any, settings: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean curvature of the samples that were drawn, times the number of all samples of the client."""
-    names = ("laplace_samples", "chunk_size", "laplace_draws")
-    options: dict[str, Any] = {**OPTIONS, **dict(zip(names, settings, strict=True))}
-    method, data = FedBPS(mlp(), curvature=curvature, prior_precision=0.5, **options), blobs()
+    how = Laplace(curvature, samples=settings[0], chunk_size=settings[1], draws=settings[2])
+    method, data = FedBPS(mlp(), laplace=how, prior_precision=0.5, **OPTIONS), blobs()
     got: list[Message] = []
     asked: set[tuple[int, ...]] = set()
 
@@ -213,7 +213,7 @@ def test_signs_are_drawn_a_hundred_times_unless_told_otherwise(
     made: list[Tensor | None] = []
     noise = laplace._noise
     monkeypatch.setattr(laplace, "_noise", lambda *args: (made.append(noise(*args)), made[-1])[1])
-    fit(FedBPS(mlp(), curvature=curvature, **{**OPTIONS, "epochs": 1}), blobs((8,)), rounds=1)
+    fit(FedBPS(mlp(), laplace=Laplace(curvature), **{**OPTIONS, "epochs": 1}), blobs((8,)), rounds=1)
     assert len(made) == draws
     if curvature != "fisher":  # which draws nothing
         assert len({tuple(drawn.flatten().tolist()) for drawn in made if drawn is not None}) == draws
@@ -224,14 +224,14 @@ def test_second_derivatives_of_recurrent_layers_are_refused() -> None:
     layer = next(name for name, module in net.named_modules() if isinstance(module, nn.LSTM))
     sentence = rf"^curvature='hessian' .* recurrent layer \({layer}\): use fisher or ggn\.$"
     with pytest.raises(FederationError, match=sentence):
-        FedBPS(net, curvature="hessian")
+        FedBPS(net, laplace=Laplace("hessian"))
     for curvature in ("fisher", "ggn"):
-        FedBPS(net, curvature=curvature)  # type: ignore[arg-type]
+        FedBPS(net, laplace=Laplace(curvature))  # type: ignore[arg-type]
 
 
 def test_every_round_draws_its_own_samples() -> None:
     """A model that does not move has other variances on other samples."""
-    method = FedBPS(mlp(), laplace_samples=5, **{**OPTIONS, "lr": 0.0})
+    method = FedBPS(mlp(), laplace=Laplace(samples=5), **{**OPTIONS, "lr": 0.0})
     got: list[Message] = []
     method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
     fit(method, blobs([40]), rounds=2)
@@ -258,7 +258,7 @@ def test_a_nets_own_loss_decides_the_variance(curvature: Any, ratio: float) -> N
     """At the same weights: ten times the loss has a hundred times the squares and ten times the second derivative."""
     curvatures = []
     for k in (1.0, 10.0):
-        method: Any = federate(Scaled(k), FedBPS, curvature=curvature, laplace_draws=2, **{**OPTIONS, "lr": 0.0})
+        method: Any = federate(Scaled(k), FedBPS, laplace=Laplace(curvature, draws=2), **{**OPTIONS, "lr": 0.0})
         got: list[Message] = []
         method.on_before_aggregate = got.extend
         fit(method, blobs(), rounds=1)
@@ -266,18 +266,7 @@ def test_a_nets_own_loss_decides_the_variance(curvature: Any, ratio: float) -> N
     assert float(curvatures[0].max()) > 0.1
     torch.testing.assert_close(curvatures[1], ratio * curvatures[0], rtol=1e-6, atol=1e-9)
     with pytest.raises(FederationError, match="curvature='ggn' draws labels"):
-        federate(Scaled(1.0), FedBPS, curvature="ggn", lr=0.1)
-
-
-def test_the_literal_reading_sends_the_inverse() -> None:
-    def variances(reading: Any) -> dict[str, Tensor]:
-        method, got = FedBPS(mlp(), p=0.5, reading=reading, **OPTIONS), []
-        method.on_before_aggregate = got.extend  # type: ignore[attr-defined]
-        fit(method, blobs(), rounds=1)
-        return {name: got[0].tensors[VARIANCE + name] for name in method.sizes}
-
-    inverse, literal = variances("inverse"), variances("literal")
-    assert largest_difference({n: 1 / v for n, v in inverse.items()}, literal) < 1e-9
+        federate(Scaled(1.0), FedBPS, laplace=Laplace("ggn"), lr=0.1)
 
 
 def test_clients_go_on_from_the_mixture() -> None:
@@ -337,8 +326,8 @@ def test_shares_and_ratio_are_logged() -> None:
 def test_stacked_equals_sequential(net: str, curvature: Any) -> None:
     def trained(engine: str, width: int) -> FedBPS:
         make, shape = NETS[net]
-        options: dict[str, Any] = {"clients_per_stack": width, "laplace_draws": 2, **OPTIONS, "engine": engine}
-        method = FedBPS(seeded(make), p=0.5, curvature=curvature, **options)
+        options: dict[str, Any] = {"clients_per_stack": width, **OPTIONS, "engine": engine}
+        method = FedBPS(seeded(make), p=0.5, laplace=Laplace(curvature, draws=2), **options)
         fit(method, blobs((19, 9, 16, 8), shape), rounds=2)
         return method
 
@@ -384,7 +373,8 @@ def test_never_sampled_clients_are_evaluated_with_the_servers_model() -> None:
 # ---- p: auto ----------------------------------------------------------------------------------------------------
 
 
-AUTO: dict[str, Any] = {"p": "auto", "auto_values": (0.0, 0.5, 1.0), "auto_rounds": 2, "auto_share": 0.25, **OPTIONS}
+TRIALS = Trials((0.0, 0.5, 1.0), rounds=2, share=0.25)
+AUTO: dict[str, Any] = {"p": "auto", "trials": TRIALS, **OPTIONS}
 
 
 def test_an_auto_run_is_the_run_with_the_p_that_it_chose() -> None:
@@ -394,7 +384,7 @@ def test_an_auto_run_is_the_run_with_the_p_that_it_chose() -> None:
     fit(auto, blobs(), rounds=2)
     fixed = FedBPS(mlp(), p=auto.p, **OPTIONS)
     fit(fixed, blobs(), rounds=2)
-    assert auto.p in AUTO["auto_values"]
+    assert auto.p in TRIALS.values
     assert differ(auto, fixed) == 0.0
     assert torch.equal(auto.evaluator.scores["test"], fixed.evaluator.scores["test"])
 
@@ -402,7 +392,7 @@ def test_an_auto_run_is_the_run_with_the_p_that_it_chose() -> None:
 def test_auto_takes_what_does_best_on_held_out_samples() -> None:
     """By hand: a run for each value on data that holds the same samples out."""
     scores = {}
-    for p in AUTO["auto_values"]:
+    for p in TRIALS.values:
         data = blobs((60, 50, 40, 30))
         data.federation = held_out(data.federation, 0.25, seed=0)
         method = FedBPS(mlp(), p=p, **OPTIONS)
@@ -448,23 +438,23 @@ def test_held_out_samples_are_a_part_of_each_clients_training_samples() -> None:
 def test_auto_under_fast_dev_run() -> None:
     method = FedBPS(mlp(), **AUTO)
     fit(method, blobs(), fast_dev_run=True)
-    assert method.p in AUTO["auto_values"]
+    assert method.p in TRIALS.values
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"p": 1.2}, "p must lie between 0 and 1, or be auto, not 1.2"),
-        ({"p": "best"}, "or be auto, not 'best'"),
-        ({"p": "auto", "auto_values": (0.5, 2.0)}, "p must lie between 0 and 1"),
-        ({"auto_rounds": 0}, "auto_rounds of 1 or more"),
+        ({"p": "best"}, "p must be a number or auto, not 'best'"),
+        ({"p": "auto", "trials": {"values": (0.5, 2.0)}}, r"values\[1\] must lie between 0 and 1, not 2.0"),
+        ({"p": "auto", "trials": {"values": ()}}, "values must have at least one share to try"),
+        ({"trials": {"rounds": 0}}, "rounds must be 1 or more"),
         ({"ranking": "layer"}, "ranking must be global or per_tensor"),
-        ({"reading": "both"}, "reading must be inverse or literal"),
         ({"prior_precision": 0.0}, "prior_precision must be greater than 0"),
-        ({"laplace_samples": 0}, "laplace_samples must be 1 or more"),
-        ({"laplace_draws": 0}, "laplace_draws must be 1 or more"),
-        ({"chunk_size": 0}, "chunk_size must be 1 or more"),
-        ({"curvature": "exact"}, "curvature must be fisher, ggn or hessian"),
+        ({"laplace": {"samples": 0}}, "samples must be 1 or more"),
+        ({"laplace": {"draws": 0}}, "draws must be 1 or more"),
+        ({"laplace": {"chunk_size": 0}}, "chunk_size must be 1 or more"),
+        ({"laplace": {"curvature": "exact"}}, "curvature must be fisher, ggn or hessian"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], sentence: str) -> None:

@@ -24,7 +24,7 @@ from fl_lightning.methods.lib.fusion import Fusion, Projection, capped, fusion_w
 from fl_lightning.methods.lib.fusion_vae import FLOOR, FusionVAE, Noise, belonging, expected_allocation
 from fl_lightning.nets import BiLSTM, FedNet, LeNetBN
 from fl_lightning.wire import Message
-from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
+from tests.support import CLASSES, blobs, fit, gathered, largest_difference, mlp, weights
 
 IMAGE = (1, 28, 28)
 SIZES = (19, 9, 16, 8, 12, 24)
@@ -37,8 +37,8 @@ def lenet() -> LeNetBN:
 
 
 def daf(net: nn.Module | None = None, **kwargs: Any) -> FedDAF:
-    options = {"lr": 0.1, "batch_size": 8, "engine": "stacked", "warmup": 1, "refit_every": 2, "fit_steps": 30}
-    return FedDAF(lenet() if net is None else net, **{**options, **kwargs})  # type: ignore[arg-type]
+    options = {"lr": 0.1, "batch_size": 8, "engine": "stacked", "warmup": 1, "refit_every": 2, "steps": 30}
+    return FedDAF(lenet() if net is None else net, **gathered(FedDAF, {**options, **kwargs}))
 
 
 class Sent(FederatedCallback):

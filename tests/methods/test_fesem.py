@@ -141,7 +141,7 @@ def test_running_statistics_play_no_part_in_distances() -> None:
 
 
 def test_other_weights_and_words_are_refused() -> None:
-    with pytest.raises(FederationError, match="counts all members of a cluster the same"):
+    with pytest.raises(FederationError, match="all members of a cluster count the same"):
         fesem(weighting="samples")
     with pytest.raises(FederationError, match="centres must be independent or same, not 'equal'"):
         fesem(centres="equal")

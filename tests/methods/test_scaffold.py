@@ -132,7 +132,7 @@ def quadratics(kind: type[FedAvg], rounds: int = 300) -> tuple[Tensor, Tensor]:
     x = torch.cat((t, a), 1).repeat_interleave(5, 0)
     train, test = [list(range(5 * i, 5 * i + 4)) for i in range(6)], [[5 * i + 4] for i in range(6)]
     data = TensorFederation(x, torch.arange(30) % 4, train=train, test=test, num_classes=4, val_fraction=0)
-    method = Quadratic(Point(), lr=0.2, epochs=10, batch_size=4, weighting="uniform")
+    method = Quadratic(Point(), lr=0.2, epochs=10, batch_size=4)
     fit(method, data, rounds=rounds, limit_val_batches=0)
     best = (a * t).double().sum(0) / a.double().sum(0)
     return method.net.w.detach(), best
@@ -247,5 +247,5 @@ def test_a_client_that_takes_no_step_keeps_its_control_variate(options: dict[str
 
 
 def test_sample_weights_are_refused() -> None:
-    with pytest.raises(FederationError, match="weighs all clients the same"):
-        SCAFFOLD(mlp(), weighting="samples")  # type: ignore[arg-type]
+    with pytest.raises(FederationError, match="all clients weigh the same"):
+        SCAFFOLD(mlp(), weighting="samples")

@@ -265,11 +265,11 @@ def test_what_crosses_is_the_model() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"agent_of_interest": "alice"}, "agent_of_interest must be a client's number or all, not 'alice'"),
-        ({"agent_of_interest": -1}, "must be a client's number"),
+        ({"agent_of_interest": "alice"}, "agent_of_interest must be a whole number or all, not 'alice'"),
+        ({"agent_of_interest": -1}, "agent_of_interest must be 0 or more, or be all, not -1"),
         ({"distance_penalty": -1.0}, "distance_penalty must be 0 or more"),
         ({"size_penalty": float("nan")}, "size_penalty must be a number, not nan"),
-        ({"weighting": "samples"}, "WeightErosion weighs clients by distance"),
+        ({"weighting": "samples"}, "WeightErosion has no option 'weighting', as the distance weighs clients"),
         ({"agent_of_interest": "all", "server_optimizer": torch.optim.SGD}, "leave server_optimizer out"),
     ],
 )

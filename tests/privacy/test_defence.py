@@ -162,7 +162,7 @@ def test_bad_settings_are_refused() -> None:
         ({"clip": 0.0}, "clip must be greater than 0"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more"),
         ({"where": "cloud"}, "where must be central or local"),
-        ({"delta": 2.0}, "delta must lie between 0 and 1"),
+        ({"delta": 2.0}, "delta must be greater than 0 and below 1"),
         ({"quantile": 0.5, "where": "local"}, "needs where='central'"),
         ({"accountant": "gdp"}, "accountant must be pld, rdp or prv"),
     ):

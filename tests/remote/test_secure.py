@@ -394,7 +394,7 @@ def test_wrong_shares_and_wrong_masks_end_the_session() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(FederationError, match=r"threshold must be 0\.5 or more"):
+    with pytest.raises(FederationError, match=r"threshold must be at least 0\.5 and below 1"):
         SecureAggregationCallback(threshold=0.4)
     with pytest.raises(FederationError, match="least must be 2 or more"):
         SecureAggregationCallback(least=1)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from fl_lightning.arguments import parameters, settings
 from fl_lightning.datamodules import FederatedDataModule, TensorFederation
 from fl_lightning.engine import Phase
 from fl_lightning.methods import FedAvg
@@ -121,6 +122,15 @@ def planted(clients: int = 8, size: int = 24, seed: int = 0, **kwargs: Any) -> T
         num_classes=CLASSES,
         **{"val_fraction": 0.0, **kwargs},
     )
+
+
+def gathered(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a class with those of its settings gathered under the option that takes them."""
+    places = {one: place for place, inner in settings(kind).items() for one in parameters(inner)}
+    found: dict[str, Any] = {name: value for name, value in options.items() if name not in places}
+    for name in options.keys() & places.keys():
+        found.setdefault(places[name], {})[name] = options[name]
+    return found
 
 
 def untimed(summary: Mapping[str, float]) -> dict[str, float]:

@@ -84,6 +84,7 @@ class Case:
 ALL = ("average", "keep", "reset")
 L1 = {"factors": {"fc1": 6}}
 FACTORS = {**L1, "vi_lr_mult": 100.0}
+STEPS = {"inference": {"steps": 20}}
 CASES = [
     Case("FedAvg", "FedAvg", policies=ALL),
     Case("FedAvg-adam", "FedAvg", {"server_optimizer": partial(FedAdam, lr=0.05)}),
@@ -113,21 +114,29 @@ CASES = [
     Case("WAFFLEAvg-mean-all", "WAFFLEAvg", {"control": "weighted_mean", "agent_of_interest": "all"}, ("mlp",)),
     Case("WAFFLe", "WAFFLe", FACTORS, policies=ALL),
     Case("WAFFLe-joint", "WAFFLe", {**FACTORS, "schedule": "joint", "vi_lr_mult": 1.0, "never_sampled": "ones"}),
-    Case("WAFFLe-prior", "WAFFLe", {**FACTORS, "never_sampled": "prior_mean", "evaluation": "threshold"}, ("mlp",)),
-    Case("WAFFLe-cached", "WAFFLe", {**FACTORS, "dictionary": "cached", "evaluation": "sampled", "momentum": 0.5}),
+    Case(
+        "WAFFLe-prior",
+        "WAFFLe",
+        {**FACTORS, "never_sampled": "prior_mean", "evaluation": {"selection": "threshold"}},
+        ("mlp",),
+    ),
+    Case(
+        "WAFFLe-cached",
+        "WAFFLe",
+        {**FACTORS, "evaluation": {"dictionary": "cached", "selection": "sampled"}, "momentum": 0.5},
+    ),
     Case("WAFFLeL1", "WAFFLeL1", {**L1, "omega": 0.1}),
     Case("WAFFLeL1-adapt", "WAFFLeL1", {**L1, "omega": 0.1, "never_sampled": "adapt"}, ("mlp",)),
     Case("FedBPS", "FedBPS", {"p": 0.3}, policies=ALL),
-    Case("FedBPS-tensor", "FedBPS", {"p": 0.5, "ranking": "per_tensor", "curvature": "ggn"}, ("mlp",)),
-    Case("FedBPS-hessian", "FedBPS", {"p": 0.5, "curvature": "hessian", "laplace_draws": 3}, ("mlp",)),
-    Case("FedBPS-literal", "FedBPS", {"p": 0.5, "reading": "literal", "laplace_samples": 10}, ("mlp",)),
-    Case("FedBPS-auto", "FedBPS", {"p": "auto", "auto_values": (0.1, 0.6), "auto_rounds": 1}, ("mlp",)),
-    Case("FedDAF", "FedDAF", {"warmup": 1, "refit_every": 1, "fit_steps": 20}, ("norm",), ("average", "reset")),
-    Case("FedDAF-add", "FedDAF", {"warmup": 0, "refit_every": 2, "fit_steps": 20, "add_norm": True}, ("mlp",)),
+    Case("FedBPS-tensor", "FedBPS", {"p": 0.5, "ranking": "per_tensor", "laplace": {"curvature": "ggn"}}, ("mlp",)),
+    Case("FedBPS-hessian", "FedBPS", {"p": 0.5, "laplace": {"curvature": "hessian", "draws": 3}}, ("mlp",)),
+    Case("FedBPS-auto", "FedBPS", {"p": "auto", "trials": {"values": (0.1, 0.6), "rounds": 1}}, ("mlp",)),
+    Case("FedDAF", "FedDAF", {"warmup": 1, "refit_every": 1, **STEPS}, ("norm",), ("average", "reset")),
+    Case("FedDAF-add", "FedDAF", {"warmup": 0, "refit_every": 2, **STEPS, "add_norm": True}, ("mlp",)),
     Case(
         "FedDAF-features",
         "FedDAF",
-        {"warmup": 1, "fit_steps": 20, "feature_stats": True, "weights": "sampled", "latents": "per_client"},
+        {"warmup": 1, "feature_stats": True, "latents": "per_client", "inference": {"steps": 20, "weights": "sampled"}},
         ("mlp",),
     ),
     Case("FedMA", "FedMA", {}, ("mlp", "norm", "deep"), fraction=1.0),

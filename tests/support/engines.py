@@ -110,7 +110,7 @@ METHODS: dict[type[FederatedModule], dict[str, Any]] = {
     Local: {},
     QFFL: {"q": 0.5},
     APFL: {},
-    FedDAF: {"feature_stats": True, "warmup": 0, "refit_every": 1, "fit_steps": 5},
+    FedDAF: {"feature_stats": True, "warmup": 0, "refit_every": 1, "inference": {"steps": 5}},
     SCAFFOLD: {"momentum": 0.9},
     FedMA: {},
     FedPer: {},

@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "WAFFLe": {"factors": {"fc1": 4}, "epochs": 2},
     "WAFFLeL1": {"factors": {"fc1": 4}},
     "FedBPS": {"p": 0.5},
-    "FedDAF": {"warmup": 0, "fit_steps": 5},
+    "FedDAF": {"warmup": 0, "inference": {"steps": 5}},
     "FeSEM": {"clusters": 2},
     "IFCA": {"clusters": 2},
     "FedGroup": {"clusters": 2, "cold_steps": 2},

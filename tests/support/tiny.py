@@ -33,7 +33,7 @@ GLOBAL: dict[str, Any] = {
     "trainer": {"max_epochs": 3},
     "model": {
         "class_path": "fl_lightning.methods.FedDAF",
-        "init_args": {**TINY["model"]["init_args"], "feature_stats": True, "warmup": 1, "fit_steps": 5},
+        "init_args": {**TINY["model"]["init_args"], "feature_stats": True, "warmup": 1, "inference": {"steps": 5}},
     },
     "data": {
         "class_path": "fl_lightning.datamodules.Digits",

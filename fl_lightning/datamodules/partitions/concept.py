@@ -14,6 +14,7 @@ from torch import Tensor
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool, check_scheme
 from fl_lightning.datamodules.partitions.skew import LabelSkew
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import CountOrZero
 from fl_lightning.seeding import stream
 
 
@@ -29,7 +30,7 @@ class ConceptShift(PartitionScheme):
         agent: the agent of interest, whose labels stay as they are.
     """
 
-    def __init__(self, partition: PartitionScheme | None = None, agent: int = 0) -> None:
+    def __init__(self, partition: PartitionScheme | None = None, agent: CountOrZero = 0) -> None:
         check_scheme(partition)
         self.partition = LabelSkew("A") if partition is None else partition
         self.agent = agent

@@ -85,7 +85,6 @@ def local_split(
     Returns:
         What is kept (training) and what is held out (test).
     """
-    check_fraction("test_fraction", fraction)
     if len(sizes) and sizes.min() < 2:
         poor = int(np.argmin(sizes))
         raise FederationError(
@@ -143,25 +142,12 @@ def holdout(labels: Rows, rows: Rows, fraction: float, rng: np.random.Generator)
     Returns:
         The rows kept and the rows held out.
     """
-    check_fraction("test_fraction", fraction)
     table = ClassTable.of(labels, rows, int(labels.max()) + 1, rng)
     held = np.floor(table.counts * fraction + 0.5).astype(np.int64)
     test = ranges(table.starts[:-1], held)
     keep = np.ones(len(rows), dtype=bool)
     keep[test] = False
     return table.order[keep], table.order[test]
-
-
-def check_fraction(name: str, value: float) -> None:
-    """Refuse a fraction outside (0, 1)."""
-    if not 0 < value < 1:
-        raise FederationError(f"{name} must lie between 0 and 1 (both excluded), not {value}: 0.2 is usual.")
-
-
-def check_clients(clients: int) -> None:
-    """Refuse a federation without clients."""
-    if clients < 1:
-        raise FederationError(f"A partition needs at least 1 client, not {clients}.")
 
 
 def nearest_multiple(value: int, step: int) -> int:

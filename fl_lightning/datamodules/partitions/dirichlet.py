@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
-from fl_lightning.datamodules.partitions.deal import ClassTable, Counts, check_clients, local_split
+from fl_lightning.datamodules.partitions.deal import ClassTable, Counts, local_split
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, Part, Positive, TwoOrMore
 
 _TRIES = 1000
 
@@ -27,15 +28,8 @@ class Dirichlet(PartitionScheme):
     """
 
     def __init__(
-        self, clients: int = 100, alpha: float = 0.5, min_samples: int = 10, test_fraction: float = 0.2
+        self, clients: Count = 100, alpha: Positive = 0.5, min_samples: TwoOrMore = 10, test_fraction: Part = 0.2
     ) -> None:
-        check_clients(clients)
-        if not 0 < alpha < float("inf"):
-            raise FederationError(f"alpha must be greater than 0, not {alpha}: 0.5 is usual.")
-        if min_samples < 2:
-            raise FederationError(
-                f"min_samples must be at least 2, one to train on and one for testing, not {min_samples}."
-            )
         self.clients = clients
         self.alpha = alpha
         self.min_samples = min_samples

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
-from fl_lightning.datamodules.partitions.deal import ClassTable, Counts, check_clients, client_index, holdout
+from fl_lightning.datamodules.partitions.deal import ClassTable, Counts, client_index, holdout
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, Part, Share
 
 
 class DominantClass(PartitionScheme):
@@ -34,13 +35,8 @@ class DominantClass(PartitionScheme):
     """
 
     def __init__(
-        self, clients: int = 50, eta: float = 0.5, shards_per_class: int = 200, test_fraction: float = 0.2
+        self, clients: Count = 50, eta: Share = 0.5, shards_per_class: Count = 200, test_fraction: Part = 0.2
     ) -> None:
-        check_clients(clients)
-        if shards_per_class < 1:
-            raise FederationError(f"shards_per_class must be at least 1, not {shards_per_class}: 200 is usual.")
-        if not 0 <= eta <= 1:
-            raise FederationError(f"eta must lie between 0 and 1, not {eta}: use {min(max(eta, 0), 1):g}.")
         self.clients = clients
         self.eta = eta
         self.shards_per_class = shards_per_class

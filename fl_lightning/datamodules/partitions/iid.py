@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
-from fl_lightning.datamodules.partitions.deal import check_clients, check_fraction, local_split
+from fl_lightning.datamodules.partitions.deal import local_split
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, Part
 
 
 class IID(PartitionScheme):
@@ -21,10 +22,7 @@ class IID(PartitionScheme):
             are nobody's. None deals all rows.
     """
 
-    def __init__(self, clients: int = 10, test_fraction: float = 0.2, train_samples: int | None = None) -> None:
-        check_clients(clients)
-        if train_samples is not None and train_samples < 1:
-            raise FederationError(f"train_samples must be 1 or more, not {train_samples}.")
+    def __init__(self, clients: Count = 10, test_fraction: Part = 0.2, train_samples: Count | None = None) -> None:
         self.clients = clients
         self.test_fraction = test_fraction
         self.train_samples = train_samples
@@ -36,7 +34,6 @@ class IID(PartitionScheme):
                 f"{pool.train_size} samples are too few for {self.clients} clients, which need one to train on and one "
                 f"to be tested on: use at most {max(1, pool.train_size // 2)} clients."
             )
-        check_fraction("test_fraction", self.test_fraction)
         rows = rng.permutation(pool.train_rows)
         cuts = np.arange(self.clients + 1) * pool.train_size // self.clients
         if self.train_samples is not None:

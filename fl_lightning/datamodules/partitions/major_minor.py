@@ -11,12 +11,12 @@ from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme,
 from fl_lightning.datamodules.partitions.deal import (
     ClassTable,
     Counts,
-    check_clients,
     client_index,
     holdout,
     nearest_multiple,
 )
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, Part, Share
 
 
 class MajorMinor(PartitionScheme):
@@ -35,12 +35,9 @@ class MajorMinor(PartitionScheme):
         test_fraction: part held out for testing where the data has no official test rows.
     """
 
-    def __init__(self, clients: int = 20, similarity: float = 0.2, majors: int = 2, test_fraction: float = 0.2) -> None:
-        check_clients(clients)
-        if not 0 <= similarity <= 1:
-            raise FederationError(
-                f"similarity must lie between 0 and 1, not {similarity}: use {min(max(similarity, 0), 1):g}."
-            )
+    def __init__(
+        self, clients: Count = 20, similarity: Share = 0.2, majors: Count = 2, test_fraction: Part = 0.2
+    ) -> None:
         self.clients = clients
         self.similarity = similarity
         self.majors = majors

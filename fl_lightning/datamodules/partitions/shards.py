@@ -13,11 +13,11 @@ from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme,
 from fl_lightning.datamodules.partitions.deal import (
     ClassTable,
     Counts,
-    check_clients,
     local_split,
     nearest_multiple,
 )
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, CountOrZero, Part
 
 #: Classes and clients of each mode, as published (docs/partitions.md). ``fashion_mnist_tops`` is the other reading of
 #: "footwear and shirts", with the T-shirt among them.
@@ -45,9 +45,8 @@ class Unimodal(PartitionScheme):
     """
 
     def __init__(
-        self, clients: int = 100, classes_per_client: int = 2, distinct: bool = False, test_fraction: float = 0.2
+        self, clients: Count = 100, classes_per_client: Count = 2, distinct: bool = False, test_fraction: Part = 0.2
     ) -> None:
-        check_clients(clients)
         self.clients = clients
         self.classes_per_client = classes_per_client
         self.distinct = distinct
@@ -79,11 +78,11 @@ class Multimodal(PartitionScheme):
 
     def __init__(
         self,
-        modes: Preset | list[list[int]] = "mnist",
-        clients: list[int] | None = None,
-        classes_per_client: int = 2,
+        modes: Preset | list[list[CountOrZero]] = "mnist",
+        clients: list[Count] | None = None,
+        classes_per_client: Count = 2,
         distinct: bool = False,
-        test_fraction: float = 0.2,
+        test_fraction: Part = 0.2,
     ) -> None:
         self.modes = modes
         self.clients = clients
@@ -192,6 +191,4 @@ def _resolve(modes: str | list[list[int]], clients: list[int] | None) -> tuple[l
         raise FederationError(f"{len(groups)} modes (none of them empty) need as many client counts, not {len(sizes)}.")
     if len(set(flat)) != len(flat):
         raise FederationError("A class may belong to one mode only.")
-    for count in sizes:
-        check_clients(count)
     return groups, sizes

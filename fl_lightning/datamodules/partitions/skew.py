@@ -12,12 +12,12 @@ from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme,
 from fl_lightning.datamodules.partitions.deal import (
     ClassTable,
     Counts,
-    check_clients,
     client_index,
     holdout,
     nearest_multiple,
 )
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, Part
 
 Shares = NDArray[np.float64]
 #: The published base vectors over ten classes (docs/partitions.md).
@@ -50,17 +50,13 @@ class LabelSkew(PartitionScheme):
     def __init__(
         self,
         base: Literal["A", "B", "C"] | list[float] = "A",
-        clients: int = 10,
-        samples_per_agent: int | None = None,
-        test_samples: int | None = None,
-        test_fraction: float = 0.2,
+        clients: Count = 10,
+        samples_per_agent: Count | None = None,
+        test_samples: Count | None = None,
+        test_fraction: Part = 0.2,
     ) -> None:
-        check_clients(clients)
         self.base = base
         self.clients = clients
-        for name, value in (("samples_per_agent", samples_per_agent), ("test_samples", test_samples)):
-            if value is not None and value < 1:
-                raise FederationError(f"{name} must be at least 1, not {value}; None sets no limit.")
         self.samples_per_agent = samples_per_agent
         self.test_samples = test_samples
         self.test_fraction = test_fraction

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from fl_lightning.datamodules.partitions.base import Partition, PartitionScheme, Pool
-from fl_lightning.datamodules.partitions.deal import check_clients, local_split, ranges
+from fl_lightning.datamodules.partitions.deal import local_split, ranges
 from fl_lightning.errors import FederationError
+from fl_lightning.ranges import Count, Part, TwoOrMore
 
 
 class ByUser(PartitionScheme):
@@ -21,13 +22,7 @@ class ByUser(PartitionScheme):
         test_fraction: part of each client's samples that it is tested on.
     """
 
-    def __init__(self, clients: int | None = 100, min_samples: int = 20, test_fraction: float = 0.2) -> None:
-        if clients is not None:
-            check_clients(clients)
-        if min_samples < 2:
-            raise FederationError(
-                f"min_samples must be at least 2, one to train on and one for testing, not {min_samples}."
-            )
+    def __init__(self, clients: Count | None = 100, min_samples: TwoOrMore = 20, test_fraction: Part = 0.2) -> None:
         self.clients = clients
         self.min_samples = min_samples
         self.test_fraction = test_fraction

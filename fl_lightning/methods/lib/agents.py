@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.checks import only
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
+from fl_lightning.ranges import CountOrZero
 from fl_lightning.snapshots import moved
 from fl_lightning.wire import Message, State
 
@@ -41,27 +41,22 @@ class AgentsOfInterest(FederatedModule, ABC):
     Args:
         net: the network.
         agent_of_interest: for whom the model is made: a client's number, or ``all``.
-        weighting: ``uniform``: sample counts play no part.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
     aggregates_by_mean = takes_rules = False  # the clients' updates decide the weights
 
+    fixed: ClassVar[Mapping[str, str]] = {"weighting": "the distance weighs clients, sample counts play no part"}
     #: Entries of the memory that belong to one run: another ``fit`` begins without them.
     of_the_run: tuple[str, ...] = (WEIGHTS, DISTANCES)
 
     def __init__(
         self,
         net: FedNet,
-        agent_of_interest: int | Literal["all"] = 0,
-        weighting: Literal["uniform"] = "uniform",
+        agent_of_interest: CountOrZero | Literal["all"] = 0,
         **kwargs: Any,
     ) -> None:
-        only(weighting, "uniform", f"{type(self).__name__} weighs clients by distance")
-        number = isinstance(agent_of_interest, int) and agent_of_interest >= 0
-        if not number and agent_of_interest != "all":
-            raise FederationError(f"agent_of_interest must be a client's number or all, not {agent_of_interest!r}.")
-        super().__init__(net, weighting=weighting, **kwargs)
+        super().__init__(net, **kwargs)
         self.agent_of_interest = agent_of_interest
         #: What the servers keep between rounds, by name: models of their own, weights, distances.
         self.memory: State = {}

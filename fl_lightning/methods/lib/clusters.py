@@ -5,24 +5,25 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import arguments, seeding
+from fl_lightning import seeding
 from fl_lightning.engine import entries
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.parties import EVALUATION, Me
+from fl_lightning.ranges import AtMost, Count
 from fl_lightning.wire import Message, State, prefixed, under
 
 #: The entry by which a client tells the cluster that it chose.
 CHOICE = "cluster"
 #: Models that a server may hold; more of them are a slip.
-MOST = 10_000
+Clusters = Annotated[Count, AtMost(10_000)]
 
 
 class ClusteredModule(FederatedModule, ABC):
@@ -34,9 +35,8 @@ class ClusteredModule(FederatedModule, ABC):
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    def __init__(self, net: FedNet, clusters: int, **kwargs: Any) -> None:
+    def __init__(self, net: FedNet, clusters: Clusters, **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
-        arguments.whole("clusters", clusters, 1, MOST)
         self.clusters = clusters
 
     @abstractmethod

@@ -5,18 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning import seeding
-from fl_lightning.checks import one_of
 from fl_lightning.engine import Batch, Gradient, Phase, Plan, Update
 from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
 from fl_lightning.methods.lib.adaptation import fit_entries, fitting
+from fl_lightning.methods.settings import FactorEvaluation
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import FedNet
 from fl_lightning.nets.factorized import FactorizedLayer, default_factors, factorize, factorized_layers
@@ -24,7 +24,6 @@ from fl_lightning.parties import SANITY_CHECK, LocalData, Me, Reply
 from fl_lightning.snapshots import DiskSnapshotStore
 from fl_lightning.wire import Message, State, Weighting, prefixed, without
 
-Dictionary = Literal["current", "cached"]
 #: Prefix of what a client keeps of the last message it received.
 RECEIVED = "received."
 #: Purpose of what clients that never trained work out.
@@ -44,9 +43,7 @@ class FactorizedModule(FederatedModule, ABC):
         net: the network, dense or with factorised layers.
         never_sampled: how a client that never trained is evaluated; ``adapt`` first fits its own entries, alone, to its
             training data.
-        adapt_epochs: passes over its data in which such a client fits its own entries.
-        dictionary: evaluate clients with the server's ``current`` dictionary, or with the last one that each received
-            (``cached``), which needs no connection.
+        evaluation: how clients are evaluated; see :class:`~fl_lightning.methods.settings.FactorEvaluation`.
         weighting: weigh clients by their number of samples, or all the same.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
@@ -58,17 +55,13 @@ class FactorizedModule(FederatedModule, ABC):
         self,
         net: FedNet,
         never_sampled: str = "adapt",
-        adapt_epochs: int = 1,
-        dictionary: Dictionary = "current",
+        evaluation: FactorEvaluation = FactorEvaluation(),  # noqa: B008 - frozen
         weighting: Weighting = "uniform",
         **kwargs: Any,
     ) -> None:
         super().__init__(net, weighting=weighting, **kwargs)
         self.never_sampled = never_sampled
-        self.dictionary = one_of("dictionary", dictionary, ("current", "cached"))
-        if adapt_epochs < 1:
-            raise FederationError(f"adapt_epochs must be 1 or more, not {adapt_epochs}.")
-        self.adapt_epochs = adapt_epochs
+        self.evaluated: FactorEvaluation = FactorEvaluation.of(evaluation, "evaluation")
         self.factors: dict[str, int] = {}
         #: How many factors have been trained; those that were added since count for nobody yet.
         self.known: dict[str, int] = {}
@@ -189,7 +182,7 @@ class FactorizedModule(FederatedModule, ABC):
         up, keep = super().leave(state, received, me)
         kept = {name: value for name, value in (keep or {}).items() if not self.is_private(name)}
         kept |= {name: state[name] for name in self.own_names}
-        return Reply(up, kept | (prefixed(RECEIVED, received) if self.dictionary == "cached" else {}))
+        return Reply(up, kept | (prefixed(RECEIVED, received) if self.evaluated.dictionary == "cached" else {}))
 
     # client: personal models
 
@@ -203,7 +196,7 @@ class FactorizedModule(FederatedModule, ABC):
             client = mes[todo[0]].client
             raise FederationError(f"Client {client} never trained: fit its selection with adapt(federation, {client}).")
         dictionaries, data = [received[i] for i in todo], [mes[i].data for i in todo]
-        fitted = self._fit_own(dictionaries, data, self.adapt_epochs) if todo else []
+        fitted = self._fit_own(dictionaries, data, self.evaluated.adapt_epochs) if todo else []
         for i, entries in zip(todo, fitted, strict=True):
             mes[i].memory.put(ADAPTED, received[i], entries)
         return [(i in new and mes[i].memory.get(ADAPTED, received[i])) or {} for i in range(len(mes))]
@@ -241,7 +234,8 @@ class FactorizedModule(FederatedModule, ABC):
             The client's private entries.
         """
         data = LocalData(federation.to(self.device), client)
-        return self._fit_own([self.evaluation_down(client)], [data], self.adapt_epochs if epochs is None else epochs)[0]
+        epochs = self.evaluated.adapt_epochs if epochs is None else epochs
+        return self._fit_own([self.evaluation_down(client)], [data], epochs)[0]
 
     def personalise(self, private: State, client: int = 0) -> State:
         """The model of a client with these private entries, such as those that :meth:`adapt` returns.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning import seeding
+from fl_lightning.arguments import NamedArguments
 from fl_lightning.engine import FunctionalNet
 from fl_lightning.errors import FederationError
 from fl_lightning.nets import LossNet
@@ -37,9 +38,7 @@ def categorical(outputs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def check_curvature(net: nn.Module, kind: str) -> None:
-    """Refuse what is no curvature, and drawn labels for a net that brings its own loss."""
-    if kind not in ("fisher", "ggn", "hessian"):
-        raise FederationError(f"curvature must be fisher, ggn or hessian, not {kind!r}.")
+    """Refuse drawn labels for a net that brings its own loss, and second derivatives that PyTorch does not have."""
     if kind == "ggn" and isinstance(net, LossNet):
         raise FederationError(
             "curvature='ggn' draws labels from the net's scores, which a net's own loss does not say how to do: use "
@@ -53,7 +52,7 @@ def check_curvature(net: nn.Module, kind: str) -> None:
         )
 
 
-class DiagonalCurvature:
+class DiagonalCurvature(NamedArguments):
     """Diagonal of the curvature of a net's loss in its weights, summed over samples, of a stack of models at once.
 
     The net is in eval mode, so that samples do not see each other. Three kinds are known:
@@ -256,12 +255,7 @@ def posterior_variance(curvature: State, samples: int, prior_precision: float) -
         samples: number of samples n.
         prior_precision: precision delta of the Gaussian prior, greater than 0.
     """
-    return {name: 1 / posterior for name, posterior in precision(curvature, samples, prior_precision).items()}
-
-
-def precision(curvature: State, samples: int, prior_precision: float) -> State:
-    """Posterior precision n h + delta of every weight, the inverse of its :func:`posterior_variance`."""
-    return {name: samples * h.clamp(min=0) + prior_precision for name, h in curvature.items()}
+    return {name: 1 / (samples * h.clamp(min=0) + prior_precision) for name, h in curvature.items()}
 
 
 def _choose(index: Tensor, rng: np.random.Generator, samples: int) -> Tensor:
