@@ -166,4 +166,4 @@ def test_a_method_is_a_file_of_its_own() -> None:
     folder = Path(methods.__file__).parent
     homes = {getattr(methods, name).__module__.rpartition(".")[2] for name in methods.__all__}
     assert len(homes) == len(methods.__all__)
-    assert {path.stem for path in folder.glob("*.py")} - homes <= {"__init__", "schedules"}
+    assert {path.stem for path in folder.glob("*.py")} - homes <= {"__init__", "schedules", "settings"}

@@ -346,7 +346,7 @@ def test_a_nets_own_loss_is_what_is_differentiated(kind: Any) -> None:
 
 
 def test_labels_cannot_be_drawn_for_a_nets_own_loss() -> None:
-    with pytest.raises(FederationError, match="'ggn' draws labels from the net's scores, which a net's own loss"):
+    with pytest.raises(FederationError, match="'ggn' draws labels from the net's scores, which is impossible"):
         DiagonalCurvature(Margin(), kind="ggn")
 
 

@@ -70,5 +70,5 @@ def test_settings_that_need_classes_take_classes() -> None:
 
 
 def test_optimizer_state_cannot_be_kept_if_units_are_permuted() -> None:
-    with pytest.raises(FederationError, match=r"FedMA moves hidden units about, .* leave keep_optimizer out"):
+    with pytest.raises(FederationError, match=r"FedMA permutes hidden units, .* leave keep_optimizer out"):
         FedMA(mlp(), optimizer="Adam", keep_optimizer=True)

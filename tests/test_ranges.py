@@ -349,7 +349,7 @@ def test_help_of_scaffold_has_no_weighting(capsys: pytest.CaptureFixture[str]) -
     [
         (["FedBPS", "--model.laplace.draws=0"], "draws must be 1 or more, not 0."),
         (["FedBPS", "--model.laplace_samples=3"], "did you mean laplace.samples?"),
-        (["SCAFFOLD", "--model.weighting=uniform"], "SCAFFOLD all clients weigh the same"),
+        (["SCAFFOLD", "--model.weighting=uniform"], "SCAFFOLD all clients have the same weight"),
         (["WAFFLe", "--model.evaluation.selection=mean"], "selection: expected one of expected, threshold, sampled"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How much every agent counts, round by round, for the agent of interest."""
+"""Weights of all agents for the agent of interest, by round."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from fl_lightning.errors import FederationError
 from fl_lightning.ranges import CountOrZero
 from fl_lightning.wire import Message
 
-#: With more agents than this only the own share is logged; the picture shows all.
+#: With more agents than this, only the own weight is logged; the figure shows all.
 CURVES = 20
-#: Agents of interest in one picture.
+#: Maximum number of agents of interest in a figure.
 PANELS = 12
 
 
 @runtime_checkable
 class WeighsAgents(Protocol):
-    """The parts of a method that the callback uses."""
+    """Interface of methods with an agent of interest."""
 
     @property
     def agents(self) -> list[int]:
-        """The agents of interest."""
+        """Agents of interest."""
         ...
 
     def weight_history(self) -> Tensor:
-        """Weights of every round, shape (rounds, agents of interest, clients)."""
+        """Return the weights of every round, shape (rounds, agents of interest, clients)."""
         ...
 
     def distance_history(self) -> Tensor:
-        """Distances of every round, NaN for clients that did not train, same shape."""
+        """Return the distances of every round, NaN for clients that did not train, same shape."""
         ...
 
 
 def local_since(weights: Tensor, agent: int) -> int | None:
-    """The round, from 1, from which on the agent of interest has all the weight; None if it has not.
+    """Return the round, from 1, from which the agent of interest has all the weight; None if there is none.
 
     Args:
-        weights: its federation's weights, shape (rounds, clients).
+        weights: weights of the agent's federation, shape (rounds, clients).
         agent: the agent.
 
     Example:
@@ -57,7 +57,7 @@ def local_since(weights: Tensor, agent: int) -> int | None:
 
 
 class AgentWeightsCallback(NamedArguments, Callback):
-    """Logs every agent's weight and distance by round for Weight Erosion, WAFFLEAvg and their like.
+    """Logs every agent's weight and distance by round, for Weight Erosion, WAFFLEAvg and similar methods.
 
     Under ``agents/``: ``weight/<i>`` and ``distance/<i>`` of client i; ``own_weight``, the weight of the agent of
     interest itself, which is the share of local training: near 1/N at first, 1 when training is local; and once it is,
@@ -84,7 +84,7 @@ class AgentWeightsCallback(NamedArguments, Callback):
             )
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Log the round's weights and distances, and draw the weights so far every so often."""
+        """Log the round's weights and distances, and draw the weights so far every ``every`` rounds."""
         module: Any = pl_module
         weights, agents = module.weight_history().cpu(), module.agents
         own = [float(weights[-1, row, agent]) for row, agent in enumerate(agents)]
@@ -102,9 +102,9 @@ class AgentWeightsCallback(NamedArguments, Callback):
             self._show(trainer, module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw all rounds, in TensorBoard and in the log folder."""
+        """Draw all rounds, to TensorBoard and the log folder."""
         module: Any = pl_module
-        folder = self.folder or trainer.log_dir  # asked for on every rank
+        folder = self.folder or trainer.log_dir  # broadcast, so call it on every rank
         if not len(module.weight_history()) or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         self._show(trainer, module)
@@ -119,11 +119,11 @@ class AgentWeightsCallback(NamedArguments, Callback):
 
 
 def picture(weights: Tensor, agents: list[int]) -> Any:
-    """Every agent's weight by round, one panel for each agent of interest, whose own line is the thick one.
+    """Draw every agent's weight by round, one panel per agent of interest, whose own line is thick.
 
     Args:
         weights: shape (rounds, agents of interest, clients).
-        agents: the agents of interest; at most twelve of them are drawn.
+        agents: the agents of interest; the first twelve are drawn.
 
     Returns:
         A matplotlib figure.

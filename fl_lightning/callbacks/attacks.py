@@ -1,4 +1,4 @@
-"""Base of the attack callbacks: whom they listen to, when they strike, where they report."""
+"""Base class of attack callbacks: recorded messages, schedule and reports."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ from fl_lightning.wire import Message, State
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Those of every run; ``sums`` and ``colluding`` are for secure aggregation.
+#: Views of runs without secure aggregation; ``sums`` and ``colluding`` are for runs with it.
 ALL_VIEWS = tuple(name for name, view in VIEWS.items() if not view.sums)
 
 
 class AttackCallback(Several, FederatedCallback):
-    """Base of the attacks. It listens in a fit and strikes at its end, or every so many rounds, or after a test.
+    """Base class of attacks, which record messages in a fit and attack at its end, every few rounds, or after a test.
 
-    In a fit the messages are those that crossed. After ``trainer.test(ckpt_path=...)`` the clients are asked for those
-    that they would send in the next round, and nothing of that is kept. An attack never changes the run: with and
-    without it the weights are the same.
+    In a fit, attacks use the recorded messages. After ``trainer.test(ckpt_path=...)``, they request the messages that
+    clients would send in the next round, and discard the clients' new state. An attack does not change the run: the
+    weights are the same with and without it.
 
-    The log folder gets ``attack_<name>.json`` (every row) and ``attack_<name>.md``; loggers get the strongest attack of
-    every view as ``<name>/<view>/<score>``.
+    Writes ``attack_<name>.json`` (all rows) and ``attack_<name>.md`` to the log folder, and logs the strongest attack
+    of every view as ``<name>/<view>/<score>``.
 
     Args:
         views: the adversaries; see :mod:`fl_lightning.privacy.views`.
         clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
-        every: attack after every so many rounds too, not only at the end.
-        memory: how many messages of a client the server's view uses.
-        group: what of the federation's ``meta`` divides the clients in the report.
-        folder: where the report is written; None means the Trainer's log folder.
+        every: also attack every ``every`` rounds; None attacks at the end only.
+        memory: number of a client's messages that the server's view uses.
+        group: name in the federation's ``meta`` by which the report groups clients.
+        folder: folder of the report; None means the Trainer's log folder.
     """
 
-    #: The attack's name.
+    #: Name of the attack.
     attack: ClassVar[str]
-    #: How its figures are called in published tables.
+    #: Prefix of its metrics in published tables.
     metric_prefix: ClassVar[str]
-    #: The score that tells how strong an attack is.
+    #: Score that measures the strength of an attack.
     by: ClassVar[str]
-    #: The score by which an attacker, who does not know how well it did, chooses among attacks; None: in hindsight.
+    #: Score by which the attacker, who does not know the truth, selects an attack; None selects in hindsight.
     pick: ClassVar[str | None] = None
-    #: It looks at what only clients see, and is refused where these are real.
+    #: Uses the clients' private data, so it is refused in deployed runs.
     simulations_only: ClassVar[bool] = True
-    #: The views that it is defined for, and why not for others.
+    #: Supported views, and the reason against others.
     allowed: ClassVar[Sequence[str]] = tuple(VIEWS)
     reason: ClassVar[str] = ""
 
@@ -82,16 +82,16 @@ class AttackCallback(Several, FederatedCallback):
         for view in views:
             if view not in self.allowed:
                 raise FederationError(
-                    f"The {self.attack} attack has no view {view}, as {self.reason}: choose among "
+                    f"The {self.attack} attack has no view {view}, as {self.reason}: choose one of "
                     f"{', '.join(self.allowed)}."
                 )
         self.clients, self.every, self.memory, self.group, self.folder = clients, every, memory, group, folder
-        #: What the attacks came to, by number of rounds.
+        #: Reports by number of rounds.
         self.reports: dict[int, Report] = {}
-        #: Files of the last attack's pictures by name.
+        #: Files of the last attack's figures by name.
         self.pictures: dict[str, str] = {}
         self.wire = Wire(memory=memory)
-        #: Told how many targets of how many an attack is through with.
+        #: Progress function, called with the numbers of finished and of all targets.
         self.watch: Callable[[int, int], None] | None = None
         self._module: FederatedModule | None = None
         self._initial: FederatedModule | None = None
@@ -102,15 +102,15 @@ class AttackCallback(Several, FederatedCallback):
 
     @abstractmethod
     def strike(self, trainer: Trainer, run: Run) -> list[dict[str, Any]]:
-        """Attack the clients of a run; returns the report's rows."""
+        """Attack the clients of a run; return the report's rows."""
 
     def notes(self) -> dict[str, Any]:
-        """Notes of the report besides its rows."""
+        """Return additional notes for the report."""
         return {}
 
     @property
     def sums(self) -> bool:
-        """Whether a view lives on the means of rounds."""
+        """Whether a view uses the means of rounds."""
         return any(view.sums for view in self.views)
 
     @property
@@ -119,13 +119,13 @@ class AttackCallback(Several, FederatedCallback):
         return next(reversed(self.reports.values()), None)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to listen, and keep the method as it is before it is trained."""
+        """Start recording, and keep a copy of the untrained method."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"{type(self).__name__} needs a federated method, not {type(pl_module).__name__}.")
         if getattr(pl_module, "everyone", False):
             raise FederationError(
-                f"{type(pl_module).__name__} with agent_of_interest=all trains a model for every agent, and attacks "
-                "are on clients that train one: attack a run for one agent."
+                f"{type(pl_module).__name__} with agent_of_interest=all trains a model for every agent, but attacks "
+                "need clients with one model: attack a run for one agent."
             )
         callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._hidden = any(isinstance(one, FederatedCallback) and one.hides_messages for one in callbacks)
@@ -141,7 +141,7 @@ class AttackCallback(Several, FederatedCallback):
         self._groups = {client: names[group] for client, group in enumerate(groups.tolist())}
 
     def _begin(self, module: FederatedModule) -> None:
-        """Keep the method as it is; that is how a run began if it has no rounds behind it."""
+        """Keep a copy of the method, which is the run's initial one if no rounds are completed."""
         self._module, self._initial = module, _without_clients(module)
         self._began = not module.completed_rounds
 
@@ -150,17 +150,17 @@ class AttackCallback(Several, FederatedCallback):
         self.wire.hand(client, message)
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """Listen; where secure aggregation hides a message only that there was one is known."""
+        """Record the message; if secure aggregation hides it, record only that it was sent."""
         self.wire.note(client, {} if self._hidden else message.tensors)
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Keep the mean, for views that live on it."""
+        """Record the mean, for views that use it."""
         if self.sums:
             apart = [*self.wire.sent] if any(view.name == "colluding" for view in self.views) else []
             self.wire.note_mean(messages, federated(pl_module).weighting, apart)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Attack, if it is time."""
+        """Attack every ``every`` rounds."""
         if self.every is not None and (trainer.current_epoch + 1) % self.every == 0:
             self._carry_out(trainer, pl_module, finished(federated(pl_module), self.wire))
 
@@ -169,15 +169,15 @@ class AttackCallback(Several, FederatedCallback):
         self._carry_out(trainer, pl_module, finished(federated(pl_module), self.wire))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attack unless that is done: a run that stopped in its attack has no training left to end when resumed."""
+        """Attack unless done: a run interrupted in its attack does not reach ``on_train_end`` when resumed."""
         self._carry_out(trainer, pl_module, finished(federated(pl_module), self.wire))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attack a trained method, as a checkpoint left it."""
+        """Attack a trained method, such as one from a checkpoint."""
         module = federated(pl_module)
         stream = seeding.stream(module.seed, "attack.clients")
         chosen = sorted(stream.permutation(module.federation.num_clients)[: self.clients].tolist())
-        self.reports.pop(module.completed_rounds, None)  # of another run, or of this one's messages in its fit
+        self.reports.pop(module.completed_rounds, None)  # from another run or from the fit
         others: list[int] | None = None
         if self.sums:
             drawn = module.cohort(module.completed_rounds)
@@ -198,9 +198,9 @@ class AttackCallback(Several, FederatedCallback):
         self._means, self._left = state_dict.get("means", []), state_dict.get("left", {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take up what a checkpoint had heard, on the module's device.
+        """Restore recorded messages on the module's device.
 
-        A module that was trained before and has no rounds now begins a run of its own.
+        A module that was trained before but has no completed rounds starts a new run.
         """
         if self._trained and not federated(pl_module).completed_rounds:
             self._begin(federated(pl_module))
@@ -217,12 +217,12 @@ class AttackCallback(Several, FederatedCallback):
         self._heard, self._means, self._left = {}, [], {}
 
     def run_metrics(self) -> dict[str, float]:
-        """The last report's figures for the tables of ``fl-lightning reproduce``, in their units.
+        """Return the last report's metrics for the tables of ``fl-lightning reproduce``, in their units.
 
-        ``<name>_<score>`` is the outsider's plain attack, with the first assumption and the first variant, as papers
-        have it; ``<name>_<score>/<view>`` the highest that any attack of a view reaches, and
+        ``<name>_<score>`` is the outsider's attack with the first assumption and variant, as in the papers;
+        ``<name>_<score>/<view>`` the highest score of any attack of a view, and
         ``<name>_<score>/<view>/<assumption>`` with one assumption; ``<name>_<score>/strongest`` that of all views but
-        the insider's, who is no adversary; ``<name>_<score>/baseline/<which>`` that of a baseline.
+        the insider, who is not an adversary; ``<name>_<score>/baseline/<which>`` that of a baseline.
         """
         report = self.report
         if report is None:
@@ -255,12 +255,12 @@ class AttackCallback(Several, FederatedCallback):
         self.reports[rounds] = report
         for logger in trainer.loggers:
             logger.log_metrics(report.scalars(), step=rounds)
-        # Lightning logs nothing after the last round; dashboard and record look here.
+        # Lightning does not log after the last round; dashboard and record read these.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in report.scalars().items()})
         self._write(trainer, report)
 
     def picture(self, trainer: Trainer, name: str, make: Callable[[], Figure], rounds: int) -> None:
-        """Log a picture, and show it in the report."""
+        """Log a figure and add it to the report."""
         file = show_figure(trainer, name, make, rounds, self.folder)
         if file is not None:
             self.pictures[name] = file
@@ -278,7 +278,7 @@ class AttackCallback(Several, FederatedCallback):
 
 
 def _without_clients(module: FederatedModule) -> FederatedModule:
-    """A copy of which no client has been trained."""
+    """Return a copy without trained clients."""
     twin = copy.deepcopy(module)
     twin.snapshots = SnapshotStore()
     return twin
@@ -297,6 +297,6 @@ def protection(trainer: Trainer, module: LightningModule) -> Protection:
 
 
 def federated(module: LightningModule) -> FederatedModule:
-    """The module, which setup has found to be federated."""
+    """Return the module, which setup has checked to be federated."""
     assert isinstance(module, FederatedModule)
     return module

@@ -1,4 +1,4 @@
-"""The round hooks that callbacks may implement."""
+"""Round hooks for callbacks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fl_lightning.wire import Message, State
 
 
 class Several(NamedArguments, Callback):
-    """A callback of which a Trainer may have several with different options.
+    """Base class of callbacks of which a Trainer may have several with different options.
 
-    Lightning keeps the state of callbacks by a key, by default the class; here the options are part of it, but for the
-    folder of their files.
+    Lightning stores the state of callbacks by a key, by default the class; here the key includes the options, except
+    the folder of output files.
     """
 
-    #: Options that were passed, in words.
+    #: Description of non-default options.
     _options: str = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -30,12 +30,12 @@ class Several(NamedArguments, Callback):
 
     @property
     def state_key(self) -> str:
-        """The class and the options that were passed; without any the class alone."""
+        """Class and non-default options."""
         return type(self).__qualname__ + self._options
 
 
 def _noting(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that notes the options of the outermost call that differ from the defaults."""
+    """Wrap a constructor to record the non-default options of the outermost call."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -51,26 +51,25 @@ def _noting(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class FederatedCallback(NamedArguments, Callback):
-    """A Lightning callback with the hooks of a federated round, all of them doing nothing.
+    """A Lightning callback with the hooks of a federated round; all do nothing by default.
 
-    Any callback may implement any of these hooks: the loop looks them up by name and calls those it finds, between
-    Lightning's own ``on_train_batch_start`` and ``on_train_batch_end``. To derive from this class only helps type
-    checkers and editors.
+    Any callback may implement any of these hooks: the loop looks them up by name and calls them between Lightning's own
+    ``on_train_batch_start`` and ``on_train_batch_end``. Deriving from this class only helps type checkers and editors.
     """
 
-    #: Whether it replaces what clients send.
+    #: Whether the callback changes what clients send.
     changes_messages: ClassVar[bool] = False
     #: Whether it hides single messages from everyone except their clients.
     hides_messages: ClassVar[bool] = False
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
-        """A round begins.
+        """Called at the start of a round.
 
         Args:
             trainer: the Trainer.
             pl_module: the federated method; it holds the server's model.
             round: the round, from 0.
-            cohort: the clients that will train in it, stage after stage; one that trains in several is there as often.
+            cohort: the clients that will train, stage by stage; clients of several stages are repeated.
         """
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
@@ -80,54 +79,53 @@ class FederatedCallback(NamedArguments, Callback):
             trainer: the Trainer.
             pl_module: the federated method.
             client: the client's number.
-            message: what the server sent to it.
+            message: the message from the server.
         """
 
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """A client has trained. Clients that are trained together end together, each with a call of its own.
+        """Called after a client has trained; clients trained together end together, with one call each.
 
         With several processes, called only in the one that trained it.
 
-        Defences at the client act here: they may replace the message's tensors.
+        Client-side defences belong here: they may replace the message's tensors.
 
         Args:
             trainer: the Trainer.
             pl_module: the federated method.
             client: the client's number.
-            message: what it is about to send to the server.
+            message: the message to the server.
         """
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
         """A client's message is sent, as all callbacks' ``on_client_end`` left it.
 
-        Ledgers and eavesdroppers look here, and change nothing.
+        For callbacks that read messages without changing them.
 
         Args:
             trainer: the Trainer.
             pl_module: the federated method.
             client: the client's number.
-            message: what it sends to the server.
+            message: the message to the server.
         """
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """All clients of the round have trained; the server has not yet used what they sent.
+        """Called when all clients of a round have trained, before the server aggregates.
 
-        In a round of several stages it is called for each of them, with ``pl_module.stage`` the one under way. Defences
-        at the server act here. The list and the messages' tensors may be changed in place, and the server
-        aggregates what is left.
+        In a round of several stages it is called for each stage, with ``pl_module.stage`` the current one. Server-side
+        defences belong here: the list and the messages' tensors may be changed in place before aggregation.
 
         Args:
             trainer: the Trainer.
-            pl_module: the federated method, with the server's model as it was sent.
-            messages: what crossed the wire, one message per client in the order of their numbers.
+            pl_module: the federated method, with the server's model as sent to clients.
+            messages: the received messages, one per client in the order of their numbers.
         """
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """The round is over: the server's model and the clients' snapshots are up to date.
+        """Called at the end of a round, when the server's model and the clients' snapshots are up to date.
 
         Args:
             trainer: the Trainer.
             pl_module: the federated method.
-            messages: the messages that were aggregated, stage after stage; in a run that was resumed in the middle of
-                the round, those of the stages since.
+            messages: the aggregated messages, stage by stage; in a run resumed within the round, only those of stages
+                since.
         """

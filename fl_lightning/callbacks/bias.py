@@ -1,4 +1,4 @@
-"""How far the statistics of the federated model lie from those of a centrally trained one."""
+"""Parameter bias: normalisation statistics of the federated model compared with a centrally trained one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.nets.norms import norm_layers
 from fl_lightning.wire import State
 
-#: Test samples on which the statistics of layers that keep none are measured.
+#: Number of test samples to measure statistics of layers without running statistics.
 SAMPLES = 2000
 
 
@@ -32,17 +32,17 @@ class ParameterBiasCallback(CentralCallback):
     """Mean absolute error of mu, sigma, beta and gamma against a central model, at the end of a fit.
 
     Written to ``parameter_bias.csv`` in the log folder: one row for every layer and statistic, for every statistic over
-    all layers, and for all together. All models start from the same weights; else their units would be in different
-    places. Layers without running statistics are measured on up to 2,000 test samples. Of a method with a model for
-    every cluster the errors are means over the clusters that have clients.
+    all layers, and for all together. All models start from the same weights, so that their units correspond. Layers
+    without running statistics are measured on up to 2,000 test samples. For methods with one model per cluster, errors
+    are means over the clusters that have clients.
 
     Attributes:
-        bias: by statistic, and under ``all``.
-        by_layer: by layer and statistic.
+        bias: errors by statistic, and under ``all``.
+        by_layer: errors by layer and statistic.
 
     Args:
-        central: file of the central model; None keeps it as ``central.pt`` in ``folder``.
-        folder: where the table is written; None means the Trainer's log folder.
+        central: file of the central model; None stores it as ``central.pt`` in ``folder``.
+        folder: folder of the table; None means the Trainer's log folder.
     """
 
     def __init__(self, central: str | None = None, folder: str | None = None) -> None:
@@ -51,12 +51,12 @@ class ParameterBiasCallback(CentralCallback):
         self.by_layer: dict[str, dict[str, float]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse nets that have nothing to compare."""
+        """Refuse nets and methods without statistics to compare."""
         super().setup(trainer, pl_module, stage)
         assert isinstance(pl_module, FederatedModule)
         if not norm_layers(pl_module.net):
             name = type(pl_module.net).__name__
-            raise FederationError(f"{name} has no normalisation layers whose parameters could be compared.")
+            raise FederationError(f"{name} has no normalisation layers to compare.")
         if pl_module.grows:
             raise FederationError(
                 f"{type(pl_module).__name__} adds units that a central model does not have: let it keep its widths, as "
@@ -64,23 +64,23 @@ class ParameterBiasCallback(CentralCallback):
             )
         if kept := pl_module.private_names:
             raise FederationError(
-                f"{type(pl_module).__name__} has no model of everybody's to compare, as clients keep {kept[0]}: leave "
+                f"{type(pl_module).__name__} has no shared model to compare, as clients keep {kept[0]}: leave "
                 "ParameterBiasCallback out."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse methods whose models begin with different weights, which a central model cannot share."""
+        """Refuse methods whose models start with different weights, unlike a single central model."""
         assert isinstance(pl_module, FederatedModule)
         if not self.initial and not begin_alike(pl_module):
             raise FederationError(
-                f"The models of {type(pl_module).__name__} begin with different weights, so their units are not those "
-                "of one central model: let them begin alike, as FeSEM does with centres=same, or leave "
+                f"The models of {type(pl_module).__name__} start with different weights, so their units do not match "
+                "one central model: let them start equal, as FeSEM does with centres=same, or leave "
                 "ParameterBiasCallback out."
             )
         super().on_fit_start(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Train the central model, compare, write the table."""
+        """Train the central model, compare, and write the table."""
         assert isinstance(pl_module, FederatedModule)
         if trainer.fast_dev_run or samples_trained(pl_module) == self.before:  # type: ignore[attr-defined]
             return
@@ -98,7 +98,7 @@ class ParameterBiasCallback(CentralCallback):
         self._write(trainer, parts)
 
     def run_metrics(self) -> dict[str, float]:
-        """The errors over all layers, for a table of results."""
+        """Return the errors over all layers, for tables of results."""
         return {f"bias/{statistic}": value for statistic, value in self.bias.items()}
 
     def _write(self, trainer: Trainer, parts: dict[str, list[Tensor]]) -> None:
@@ -113,14 +113,14 @@ class ParameterBiasCallback(CentralCallback):
 
 
 def begin_alike(module: FederatedModule) -> bool:
-    """Whether all models of the server hold the same values; a server with one model has nothing to differ from."""
+    """Whether all models of the server have the same values; true for a single model."""
     models = list(module.server) if isinstance(module.server, nn.ModuleList) else [module.server]
     first, *others = map(entries, models)
     return all(torch.equal(value, other[name]) for other in others for name, value in first.items())
 
 
 def all_statistics(module: FederatedModule, state: State) -> LayerStatistics:
-    """The statistics of a model's normalisation layers, those that it does not hold measured on test samples."""
+    """Return the statistics of a model's normalisation layers, measured on test samples if not stored."""
     found, missing = model_statistics(module.net, state), without_running(module.net)
     if missing:
         federation = module.federation

@@ -26,23 +26,22 @@ FILE = "central.pt"
 
 
 class CentralCallback(NamedArguments, Callback):
-    """Base of the callbacks that compare with a central model.
+    """Base class of callbacks that compare with a central model.
 
-    It starts from the same weights, is trained with the clients' settings and makes as many passes over all training
-    data as the clients together made over theirs. It is trained when the fit is over, which takes as long as the
-    clients' training did, kept in a file, and used again by whoever asks for the same one: several methods are then
-    compared with one model.
+    It starts from the same weights, is trained with the clients' settings, and makes as many passes over all training
+    data as the clients together made over theirs. It is trained at the end of the fit, which takes as long as the
+    clients' training, and saved to a file, which other runs with the same central model use.
 
     Attributes:
-        initial: the weights that the run began with.
-        before: samples that clients had trained on when it began.
+        initial: initial weights of the run.
+        before: number of samples that clients had trained on before the run.
 
     Args:
-        central: file of the central model; None keeps it as ``central.pt`` in ``folder``.
-        folder: where results are written; None means the Trainer's log folder.
+        central: file of the central model; None stores it as ``central.pt`` in ``folder``.
+        folder: folder of the results; None means the Trainer's log folder.
     """
 
-    #: It looks at what only clients see, and is refused where these are real.
+    #: Uses the clients' private data, so it is refused in deployed runs.
     simulations_only: ClassVar[bool] = True
 
     def __init__(self, central: str | None = None, folder: str | None = None) -> None:
@@ -51,21 +50,21 @@ class CentralCallback(NamedArguments, Callback):
         self.before = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what is not federated."""
+        """Refuse modules that are not federated."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"{type(self).__name__} needs a federated method, not {type(pl_module).__name__}.")
         if stage == "fit":
-            self.initial, self.before = {}, 0  # a run that is resumed gets its own back
+            self.initial, self.before = {}, 0  # a resumed run restores its own
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the initial weights; a run that is resumed has them in its checkpoint."""
+        """Keep the initial weights; a resumed run has them in its checkpoint."""
         if not self.initial:
             assert isinstance(pl_module, FederatedModule)
             self.initial = {name: value.clone() for name, value in pl_module.server_state().items()}
             self.before = samples_trained(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Initial weights and count."""
+        """Return initial weights and sample count."""
         return {"initial": dict(self.initial), "before": self.before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -73,13 +72,13 @@ class CentralCallback(NamedArguments, Callback):
         self.initial, self.before = dict(state_dict["initial"]), int(state_dict["before"])
 
     def out(self, trainer: Trainer) -> Path:
-        """The folder for results, made if it is not there."""
+        """Return the folder of results; create it if missing."""
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def central_state(self, trainer: Trainer, module: FederatedModule) -> State:
-        """The central model, from its file if that is of the same run, else trained and written there."""
+        """Load the central model from its file if it matches the run, else train and save it."""
         federation = module.federation
         samples = samples_trained(module) - self.before
         epochs = module.local.epochs
@@ -100,25 +99,25 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
         saved = torch.load(path, map_location=device, weights_only=True)
         return {"key": saved["key"], "state": saved["state"]}
     except Exception as error:
-        raise FederationError(f"{path} holds no central model: delete it or name another.") from error
+        raise FederationError(f"{path} is not a central model: delete it or use another file.") from error
 
 
 def samples_trained(module: FederatedModule) -> int:
-    """Samples that clients trained on, counted once a round, as their snapshots tell."""
+    """Count the samples that clients trained on, once per round, from their snapshots."""
     sizes = module.federation.train.sizes
     return sum(module.snapshots[n].rounds * int(sizes[module.client_of(n)]) for n in module.snapshots)
 
 
 def train_centrally(module: FederatedModule, initial: State, federation: Federation, passes: int) -> State:
-    """Train a model on the training data of all clients together, with the clients' settings.
+    """Train a model on all clients' training data, with the clients' settings.
 
-    Momentum begins anew when it does with the clients, after ``module.local.epochs`` passes.
+    Momentum is reset after ``module.local.epochs`` passes, as in the clients' training.
 
     Args:
         module: the method, for its net and the clients' settings.
         initial: the weights to start from.
         federation: the data.
-        passes: how often all data is trained on.
+        passes: number of passes over all data.
     """
     central = FederatedModule(copy.deepcopy(module.net), engine="sequential", seed=module.seed)  # type: ignore[arg-type]
     central = central.to(module.device)
@@ -132,7 +131,7 @@ def train_centrally(module: FederatedModule, initial: State, federation: Federat
 
 
 def pool(federation: Federation) -> Federation:
-    """The same data with one client that owns all of it."""
+    """Return the same data with a single client that owns all of it."""
     train, test = (
         ClientIndex(index.flat, torch.tensor([0, len(index.flat)])) for index in (federation.train, federation.test)
     )
@@ -140,7 +139,7 @@ def pool(federation: Federation) -> Federation:
 
 
 def some_tests(module: FederatedModule, number: int) -> Tensor:
-    """Numbers of up to so many test samples, always the same: of the global test set if there is one."""
+    """Return indices of up to ``number`` test samples, always the same ones; of the global test set if there is one."""
     federation = module.federation
     index = federation.test.flat if federation.global_test is None else federation.global_test
     order = seeding.permutation(seeding.stream(module.seed, "compare"), len(index))
@@ -148,7 +147,7 @@ def some_tests(module: FederatedModule, number: int) -> Tensor:
 
 
 def _key(module: FederatedModule, initial: State, passes: int) -> str:
-    """Identity of a central model: data, settings, initial weights, passes."""
+    """Return the identity of a central model: data, settings, initial weights, passes."""
     told = {
         "data": module.datamodule.fingerprint,
         "local": module.local.described(),

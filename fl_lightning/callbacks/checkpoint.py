@@ -1,4 +1,4 @@
-"""``FederatedCheckpoint``: the best round, the last one, and what a signal leaves."""
+"""``FederatedCheckpoint``: checkpoints of the best and the last round, and on signals."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.ranks import RankError
 from fl_lightning.signals import STOPS, alone
 
-#: The exceptions that are raised where nothing is half done.
+#: Exceptions that leave a consistent state.
 WHOLE = (*STOPS, RankError)
 
 
-#: The metric of the best round, where data is held out for validation.
+#: Metric of the best round if data is held out for validation.
 MONITOR = "val/acc"
 
 
 class FederatedCheckpoint(NamedArguments, ModelCheckpoint):
-    """A ModelCheckpoint whose ``last.ckpt`` always is the last round, also where the best one is an earlier.
+    """A ModelCheckpoint whose ``last.ckpt`` is always the last round, even if an earlier one is the best.
 
-    With Lightning's own, ``last.ckpt`` is the last checkpoint that was saved: the best round, where one is monitored.
-    When a signal or the loss of a process ends the run ``last.ckpt`` has the stages that were complete by then. A run
-    without validation has ``last.ckpt`` alone.
+    In Lightning's ModelCheckpoint, ``last.ckpt`` is the last saved checkpoint: the best round if a metric is monitored.
+    If a signal or a lost process ends the run, ``last.ckpt`` contains the stages completed so far. A run without
+    validation has only ``last.ckpt``.
 
     Args:
-        monitor: the metric that decides which round is the best; None takes the task's headline metric, such as
-            ``val/acc``, where data is held out for validation, and keeps the last round alone where none is.
-        mode: ``max`` or ``min``, of a metric that is given.
-        filename: name of the best round's file.
+        monitor: the metric of the best round; None takes the task's headline metric, such as ``val/acc``, if data is
+            held out for validation, and keeps only the last round otherwise.
+        mode: ``max`` or ``min``, for a given metric.
+        filename: file name of the best round.
         kwargs: further arguments of ModelCheckpoint.
     """
 
@@ -47,7 +47,7 @@ class FederatedCheckpoint(NamedArguments, ModelCheckpoint):
         self._chosen = monitor is not None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Choose by what the task says; keep the last round alone where nothing is held out to choose by."""
+        """Select the task's headline metric, or keep only the last round if nothing is held out."""
         if not self._chosen and isinstance(pl_module, FederatedModule):
             measure = pl_module.task.measure
             self.monitor, self.mode = f"val/{measure.name}", "max" if measure.higher_is_better else "min"
@@ -58,13 +58,13 @@ class FederatedCheckpoint(NamedArguments, ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the round, unless it was saved after its validation."""
+        """Save the round unless it was saved after validation."""
         super().on_train_epoch_end(trainer, pl_module)
         if not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save what is complete when a signal or a lost process ends the run; others may be gone."""
+        """Save the completed stages when a signal or a lost process ends the run; other ranks may be gone."""
         super().on_exception(trainer, pl_module, exception)
         if not isinstance(exception, WHOLE) or trainer.fast_dev_run or trainer.state.fn != "fit":  # type: ignore[attr-defined]
             return

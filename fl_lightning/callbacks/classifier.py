@@ -1,4 +1,4 @@
-"""Attacks on any LightningModule that classifies; it need not know of federations."""
+"""Attacks on any classifier in a LightningModule, federated or not."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ClassifierAttackCallback(Several):
         self.make, self.shadows, self.epochs, self.batch_size = make, shadows, epochs, batch_size
         self.low, self.high, self.matching, self.seed, self.folder = low, high, matching, seed, folder
         self.inversion, self.holds, self.property_size = inversion, holds, property_size
-        #: Measures by attack.
+        #: Metrics by attack.
         self.scores: dict[str, dict[str, float]] = {}
         self._judge: LightningModule | None = None
 
@@ -135,7 +135,7 @@ class ClassifierAttackCallback(Several):
         return {name: float(summary[name]) for name in kept} | membership_intervals(values, self.members)
 
     def _membership(self, module: LightningModule) -> dict[str, Tensor]:
-        """Scores of all samples, by attack."""
+        """Return the scores of all samples, by attack."""
         target = self._asked(module)
         found = {"loss": scores.loss_scores(target.loss)}
         if self.make is None:
@@ -151,7 +151,7 @@ class ClassifierAttackCallback(Several):
         found["lira"] = scores.lira_offline(target.confidence, odds, ~inside)
         found["lira_online"] = scores.lira_online(target.confidence, odds, inside, ~inside)
         chance = (-target.loss).exp()
-        # Models that were trained on some of the population have seen as many of all samples.
+        # Every shadow has seen half of the population too.
         found["rmia"] = scores.rmia(chance, chances, ~inside, chance, chances)
         found["rmia_online"] = scores.rmia(chance, chances, ~inside, chance, chances, inside)
         return found
@@ -215,7 +215,7 @@ class ClassifierAttackCallback(Several):
         return {"answer": float(best.scores[0] >= best.line), "truth": truth, "shadow_auroc": best.shadow_auroc}
 
     def _leakage(self, trainer: Trainer, module: LightningModule, matching: Matching) -> dict[str, float]:
-        """PSNR of one non-member, by reading the first layer and by matching."""
+        """Return the PSNR of one non-member, by the analytic attack and by gradient matching."""
         place = int(self.members.sum())
         x, y = self.x[place : place + 1].to(module.device), self.y[place : place + 1].to(module.device)
         state = {name: value.detach() for name, value in module.named_parameters() if value.requires_grad}

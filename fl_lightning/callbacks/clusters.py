@@ -1,4 +1,4 @@
-"""Which cluster each client belongs to, by round."""
+"""Clients' clusters by round."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from fl_lightning.wire import Message
 
 @runtime_checkable
 class HasClusters(Protocol):
-    """The parts of a method that the callback uses."""
+    """Interface of methods with clusters."""
 
     clusters: int
 
     def assignment(self) -> list[int]:
-        """The cluster of every client."""
+        """Return the cluster of every client."""
         ...
 
 
 class ClustersCallback(NamedArguments, Callback):
-    """Logs the clusters after every so many rounds, and writes every client's cluster by round.
+    """Logs cluster metrics every few rounds and writes every client's cluster by round.
 
-    Logged under ``clusters/``: ``size_<q>``, the number of clients of each; ``used``, the number of clusters that have
-    any; ``moved``, the share of clients whose cluster changed since it was last logged; and for everything that the
-    data knows of its clients (their mode, their dominant class) ``nmi_<name>``, the normalised mutual information
-    between that and the clusters, 1 where they are the same and near 0 where they have nothing in common. In the log
-    folder ``clusters.csv`` grows by one row per logged round, with one column per client; a checkpoint keeps where it
-    ends, so keep the folder of a run that is to be resumed.
+    Logged under ``clusters/``: ``size_<q>``, the number of clients of cluster q; ``used``, the number of non-empty
+    clusters; ``moved``, the share of clients whose cluster changed since the last log; and for each property of the
+    clients in ``meta`` (mode, dominant class) ``nmi_<name>``, its normalised mutual information with the clusters, from
+    0 (independent) to 1 (equal). ``clusters.csv`` in the log folder has one row per logged round and one column per
+    client; a checkpoint stores only its length, so keep the folder of a run to be resumed.
 
     Args:
-        every: log after every so many rounds.
-        folder: where the table is written; None means the Trainer's log folder.
+        every: rounds between logs.
+        folder: folder of the table; None means the Trainer's log folder.
     """
 
     def __init__(self, every: Count = 1, folder: str | None = None) -> None:
@@ -52,24 +51,24 @@ class ClustersCallback(NamedArguments, Callback):
         self._journal = Journal()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse methods without clusters, and forget earlier runs."""
+        """Refuse methods without clusters, and reset the history of earlier runs."""
         if not isinstance(pl_module, HasClusters):
             given = type(pl_module).__name__
             raise FederationError(f"ClustersCallback needs a method with clusters, such as IFCA, not {given}.")
-        if stage == "fit" and not trainer.current_epoch:  # a run that is resumed gets its own back
+        if stage == "fit" and not trainer.current_epoch:  # a resumed run restores its own
             self.history = {}
             self._journal.forget()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open or resume the table."""
         module: Any = pl_module
-        folder = self.folder or trainer.log_dir  # asked for on every rank
+        folder = self.folder or trainer.log_dir  # broadcast, so call it on every rank
         written = folder is not None and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
         path = Path(folder) / "clusters.csv" if written else None  # type: ignore[arg-type]
         self._journal.open(path, _row("round", *range(module.federation.num_clients)))
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Log the clusters as the round left them."""
+        """Log the clusters after the round."""
         module: Any = pl_module
         round = trainer.current_epoch
         if (round + 1) % self.every:
@@ -88,16 +87,16 @@ class ClustersCallback(NamedArguments, Callback):
             module.log(f"clusters/{name}", value, on_step=False, on_epoch=True, batch_size=1)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say where the table is."""
+        """Print the path of the table."""
         if self.history and self._journal.path is not None:
             rank_zero_info(f"Clusters by round: {self._journal.path}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the table ends, for a checkpoint."""
+        """Return the length of the table and the history."""
         return {"journal": self._journal.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bring back the history."""
+        """Restore the history."""
         self._journal.load_state_dict(state_dict["journal"])
         rows = (list(map(int, row)) for row in csv.reader(self._journal.text().splitlines()[1:]))
         self.history = {round: clusters for round, *clusters in rows}
@@ -108,5 +107,5 @@ def _row(*values: Any) -> str:
 
 
 def _agreement(values: Sequence[Any], clusters: list[int]) -> float:
-    """Normalised mutual information between what is known of the clients and their clusters."""
+    """Return the normalised mutual information between a property of the clients and their clusters."""
     return float(normalized_mutual_info_score([str(value) for value in values], clusters))

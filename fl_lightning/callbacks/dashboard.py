@@ -1,4 +1,4 @@
-"""The dashboard of a federated run, in TensorBoard and other loggers: pages, histograms, pictures, settings."""
+"""The dashboard of a federated run in TensorBoard and other loggers: pages, histograms, figures, settings."""
 
 from __future__ import annotations
 
@@ -24,42 +24,41 @@ from fl_lightning.wire import Message, State
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Settings that every run has, so that runs of different methods fit into one table; the rest is one text.
+#: Settings common to all runs, which have columns of their own; the rest is one text.
 COMMON = ("clients", "data.fraction", "rounds", "lr", "epochs", "batch_size")
-#: Those that are shown at first: TensorBoard sorts by name, capitals before others, and shows five.
+#: Settings shown first: TensorBoard sorts by name, capitals first, and shows five.
 FIRST = ("method", "data", "partition", "net", "seed")
-#: Metrics of that table, where they are logged; ``acc`` is the metric that counts.
+#: Metrics of the table, if logged; ``acc`` stands for the headline metric.
 METRICS = ("acc", "acc_worst10", "acc_majority", "acc_minority", "gap", "variance", "jain")
-#: More clients than this are dots without a number on the map.
+#: With more clients than this, dots on the map have no number.
 NAMED = 40
-#: Numbers that are kept of a client's update, whatever the size of the model.
+#: Dimension of the sketch of a client's update.
 SKETCH = 256
 
 
 class Dashboard(NamedArguments, Callback):
     """Lays TensorBoard out for a federated run.
 
-    - **Custom scalars**: the pages Scores, Fairness, Privacy, Communication and Method, with charts of whatever the
-      callbacks that are on have logged; a page that nothing was logged for is not there.
-    - Shares are there in percent and bytes in MB (``percent/val/acc``, ``MB/comm/up_bytes``); what was logged stays as
-      it is, for monitors, records and other loggers.
+    - **Custom scalars**: the pages Scores, Fairness, Privacy, Communication and Method, with charts of all logged
+      metrics; empty pages are left out.
+    - Shares are shown in percent and bytes in MB (``percent/val/acc``, ``MB/comm/up_bytes``); the logged metrics do not
+      change, for monitors, records and other loggers.
     - **Histograms** over clients: score, training loss, norm of the update.
     - **Images**: the partition, every client's score by round, a t-SNE map of the clients by their last updates, and
-      the pictures of every callback that has a method ``dashboard_figures(trainer, module)`` which returns figures by
-      name.
-    - **HParams**: settings and last metrics, so that runs can be sorted.
+      the figures of every callback with a method ``dashboard_figures(trainer, module)`` that returns figures by name.
+    - **HParams**: settings and last metrics, to sort runs by.
 
-    Other loggers get the settings as hyperparameters (method, net and data among them) and the pictures: Weights &
-    Biases as images, MLflow as artifacts, the CSV logger and others with a folder as files in ``pictures/`` there.
+    Other loggers get the settings as hyperparameters (including method, net and data) and the figures: Weights & Biases
+    as images, MLflow as artifacts, the CSV logger and other loggers with a folder as files in its ``pictures/``.
 
-    It adds five numbers to the log: ``val/acc_low``, ``val/acc_median`` and ``val/acc_high`` (the clients' first, fifth
-    and ninth decile; ``acc`` is the task's headline metric), ``comm/up_total`` and ``comm/down_total``. Training is not
-    changed by it.
+    Five metrics are added to the log: ``val/acc_low``, ``val/acc_median`` and ``val/acc_high`` (the clients' first,
+    fifth and ninth decile; ``acc`` stands for the task's headline metric), ``comm/up_total`` and ``comm/down_total``.
+    Training is not changed.
 
     Args:
-        images_every: draw pictures every so many rounds; 0 draws them at the end alone.
-        histograms: whether histograms over clients are logged.
-        tsne: whether the map of the clients is drawn.
+        images_every: rounds between figures; 0 draws them at the end only.
+        histograms: whether to log histograms over clients.
+        tsne: whether to draw the map of the clients.
     """
 
     def __init__(self, images_every: CountOrZero = 0, histograms: bool = True, tsne: bool = True) -> None:
@@ -71,19 +70,19 @@ class Dashboard(NamedArguments, Callback):
         self._validated: set[str] = set()
         self._written: set[str] = set()
 
-    # ---- what is collected ----------------------------------------------------------------------------------
+    # ---- collection -----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse other modules and forget earlier runs; keep Lightning from writing settings without metrics."""
+        """Refuse other modules, reset earlier runs, and stop Lightning from writing settings without metrics."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"Dashboard needs a federated method, not {type(pl_module).__name__}.")
-        if stage == "fit" and not trainer.current_epoch:  # a run that is resumed gets its own back
+        if stage == "fit" and not trainer.current_epoch:  # a resumed run restores its own
             self.history, self.sketches = ClientHistory(), {}
         for logger in loggers.tensorboards(trainer):
             logger._default_hp_metric = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the partition."""
+        """Draw the partition."""
         self._layout, self._session, self._validated, self._written = {}, False, set(), set()
         draw = getattr(trainer.datamodule, "picture", None)  # type: ignore[attr-defined]
         if callable(draw) and trainer.loggers:
@@ -91,11 +90,11 @@ class Dashboard(NamedArguments, Callback):
                 self._show(trainer, {"partition": draw()})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell loggers the settings, after Lightning has told them the module's arguments."""
+        """Log the settings, after Lightning has logged the module's arguments."""
         loggers.note_settings(trainer, settings_of(trainer, pl_module))
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Note how far and in which direction every client wants to go."""
+        """Record norm and sketch of every client's update."""
         module: Any = pl_module
         if not trainer.loggers or not messages:
             return
@@ -110,13 +109,13 @@ class Dashboard(NamedArguments, Callback):
             self._histogram(trainer, "clients/train_loss", torch.tensor([message.loss for message in messages]))
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Add the traffic up."""
+        """Accumulate the traffic."""
         module: Any = pl_module
         for name, total in (("up", module.bytes_up), ("down", module.bytes_down)):
             _log(pl_module, f"comm/{name}_total", float(total))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the band in which the clients lie, and their histogram."""
+        """Log deciles and histogram of the clients' scores."""
         module: Any = pl_module
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
@@ -133,17 +132,17 @@ class Dashboard(NamedArguments, Callback):
                 self._histogram(trainer, name, module.task.measure.scale * known)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what the validation logged in percent, too."""
+        """Write the validation metrics in display units, too."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         numbers = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"]
         self._validated |= set(numbers)
         self._write(trainer, pl_module, numbers, loggers.step_of(trainer))
 
-    # ---- what is shown --------------------------------------------------------------------------------------
+    # ---- display --------------------------------------------------------------------------------------------
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lay the pages out, as soon as it is known what is logged, and again when something new is."""
+        """Lay out the pages once metrics are known, and again for new ones."""
         numbers = {name: value for name, value in trainer.callback_metrics.items() if name not in self._validated}
         self._write(trainer, pl_module, numbers, loggers.step_of(trainer) - 1)
         self._lay_out(trainer, pl_module)
@@ -152,7 +151,7 @@ class Dashboard(NamedArguments, Callback):
             self._show(trainer, self.figures(trainer, pl_module))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the last pictures, and close the table's row."""
+        """Draw the last figures, and finish the row in the table."""
         from torch.utils.tensorboard.summary import hparams
 
         numbers = {name: value for name, value in trainer.callback_metrics.items() if name not in self._written}
@@ -165,7 +164,7 @@ class Dashboard(NamedArguments, Callback):
                 logger.experiment.flush()
 
     def figures(self, trainer: Trainer, module: Any) -> dict[str, Figure]:
-        """The pictures by name: clients by round, the map of the clients, and those of the other callbacks."""
+        """Return figures by name: clients by round, the map of the clients, and those of other callbacks."""
         if not trainer.loggers:
             return {}
         with pictures.for_tiles():
@@ -198,7 +197,7 @@ class Dashboard(NamedArguments, Callback):
         return pictures.scatter(points, labels, "t-SNE of the clients' last updates", names)
 
     def _write(self, trainer: Trainer, module: Any, numbers: Mapping[str, Tensor], step: int) -> None:
-        """Write numbers in the units that they are shown in, to TensorBoard alone: monitors go by what was logged."""
+        """Write metrics in display units, to TensorBoard only; monitors use the logged ones."""
         for name, value in numbers.items():
             tag, factor = in_unit(name, module.task.measure)
             self._written.add(name)
@@ -218,7 +217,7 @@ class Dashboard(NamedArguments, Callback):
                 logger.experiment.add_custom_scalars(layout)
 
     def _note_settings(self, trainer: Trainer, module: Any) -> None:
-        """Begin the run's row in the table of settings; TensorBoard fills in the metrics' last values itself."""
+        """Start the run's row in the table of settings; TensorBoard adds the metrics' last values."""
         from torch.utils.tensorboard.summary import hparams
 
         split = module.federation.validated
@@ -244,7 +243,7 @@ class Dashboard(NamedArguments, Callback):
                 logger.experiment.add_histogram(name, finite, loggers.step_of(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """Clients by round, and their last updates."""
+        """Return scores by round and the clients' last updates."""
         return {"clients": self.history.state_dict(), "sketches": dict(self.sketches)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -254,9 +253,9 @@ class Dashboard(NamedArguments, Callback):
 
 
 def columns(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as columns that all runs have: the common ones, and the others in one text.
+    """Return settings as columns common to all runs, with all other settings in one text.
 
-    TensorBoard takes the columns of all runs from the first one it finds, so they must not depend on the method.
+    TensorBoard takes the columns from the first run it finds, so they must not depend on the method.
 
     Example:
         >>> columns({"method": "FedProx", "lr": 0.1, "mu": 0.5, "momentum": 0.0})["other"]
@@ -273,7 +272,7 @@ def columns(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entry(chart: Chart, measure: Measure) -> tuple[str, list[Any]]:
-    """A chart as TensorBoard lays it out: its title with the unit, and where its lines are in that unit."""
+    """Convert a chart to TensorBoard's layout: title with unit, and tags of its lines in that unit."""
     label = unit(chart.tags[0].rstrip("$"), measure)[0]
     tags = [in_unit(tag, measure)[0] if tag[-1:] != "$" else f"{in_unit(tag[:-1], measure)[0]}$" for tag in chart.tags]
     title = f"{chart.title} ({label})" if label else chart.title
@@ -281,13 +280,13 @@ def _entry(chart: Chart, measure: Measure) -> tuple[str, list[Any]]:
 
 
 def clients_map(points: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """A map of clients in the plane: similar directions lie near each other.
+    """Map clients to the plane such that similar directions are near each other.
 
     Args:
         points: one row per client, shape (clients, n).
 
     Returns:
-        Places, shape (clients, 2).
+        Coordinates, shape (clients, 2).
     """
     from sklearn.manifold import TSNE
 
@@ -300,7 +299,7 @@ def clients_map(points: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def _update(tensors: State, state: State) -> Tensor:
-    """A client's update as one vector: floating entries, less the server's where it has them."""
+    """Return a client's update as one vector: floating-point entries minus the server's, if any."""
     parts = [
         (value - state[name] if name in state and state[name].shape == value.shape else value).detach().flatten()
         for name, value in tensors.items()
@@ -310,7 +309,7 @@ def _update(tensors: State, state: State) -> Tensor:
 
 
 def _sketched(updates: Mapping[int, Tensor], seed: int) -> dict[int, Tensor]:
-    """Every update in few numbers that keep angles: entries are added up, with random signs, in random buckets."""
+    """Sketch every update by a count sketch, which preserves angles: random signs, random buckets."""
     found = {}
     buckets: dict[int, tuple[Tensor, Tensor]] = {}
     for client, update in updates.items():

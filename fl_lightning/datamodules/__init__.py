@@ -1,4 +1,4 @@
-"""DataModules and the partition schemes they take."""
+"""DataModules and partition schemes."""
 
 from fl_lightning.datamodules.base import FederatedDataModule, Samples
 from fl_lightning.datamodules.digits import Digits

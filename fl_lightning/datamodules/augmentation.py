@@ -1,4 +1,4 @@
-"""Changes to a raw training batch, drawn from the stream of the client whose batch it is."""
+"""Augmentations of raw training batches, drawn from the client's random stream."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class CropAndFlip:
-    """Pad with zeros, crop at random back to size, flip left to right with probability one half.
+    """Pad with zeros, crop at random to the original size and flip horizontally with probability one half.
 
-    The usual augmentation of CIFAR-10, with draws of its own for every image, and the whole batch in one gather.
+    The usual augmentation of CIFAR-10. Every image has its own crop and flip; the batch is changed in one gather.
 
     Args:
         padding: pixels added on every side before the crop.
@@ -22,7 +22,7 @@ class CropAndFlip:
         self.padding = padding
 
     def __call__(self, inputs: Tensor, rng: np.random.Generator) -> Tensor:
-        """Change a batch of images, shape (B, C, H, W); same shape and type."""
+        """Augment a batch of images, shape (B, C, H, W); keeps shape and type."""
         from torchvision.transforms.v2 import functional
 
         batch, _, height, width = inputs.shape
@@ -40,17 +40,17 @@ class CropAndFlip:
 
 
 class Seeded:
-    """Any transform that draws from torch's global generator, made to depend on the client's stream alone.
+    """Make a transform that uses torch's global generator depend on the client's random stream alone.
 
     Args:
-        transform: such as one of ``torchvision.transforms.v2``; it sees the whole batch.
+        transform: applied to the whole batch, such as one of ``torchvision.transforms.v2``.
     """
 
     def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
         self.transform = transform
 
     def __call__(self, inputs: Tensor, rng: np.random.Generator) -> Tensor:
-        """Change a batch, shape (B, ...); the global generator is left as it was."""
+        """Augment a batch, shape (B, ...); the state of the global generator is restored."""
         devices = [inputs.device] if inputs.is_cuda else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(int(rng.integers(2**63)))

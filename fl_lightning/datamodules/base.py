@@ -1,4 +1,4 @@
-"""The base of every federated DataModule: samples in memory, a partition, a cohort per round."""
+"""The base class of federated DataModules: samples in memory, a partition, a cohort per round."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from fl_lightning.secret import new_key
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The part of every client's training samples that is held out unless another is asked for.
+#: Default fraction of each client's training samples held out for validation.
 HELD_OUT = 0.2
 
 
 @dataclass(frozen=True)
 class Samples:
-    """All samples of a data set, official training rows before official test rows.
+    """All samples of a data set, official training rows first.
 
     Args:
         inputs: as stored, uint8 where possible, shape (n, ...).
-        targets: classes, int64, shape (n,), or anything of shape (n, ...).
-        train_size: how many rows are official training rows; None means all.
-        users: who wrote each sample, shape (n,), where the data says so.
-        strata: a whole number for each sample, by which samples are dealt where targets are no classes, shape (n,).
+        targets: classes, int64, shape (n,), or other targets of shape (n, ...).
+        train_size: number of official training rows; None means all.
+        users: author of each sample, shape (n,), if known.
+        strata: integers to partition by if the targets are not classes, shape (n,).
     """
 
     inputs: Tensor
@@ -55,11 +55,11 @@ class Samples:
 
     @property
     def labels(self) -> Tensor:
-        """The classes by which samples are dealt, int64, shape (n,)."""
+        """The classes to partition by, int64, shape (n,)."""
         return self.targets if self.strata is None else self.strata
 
     def some(self, number: int, rng: np.random.Generator) -> Samples:
-        """About so many of the samples, the same share of every class, in their old order."""
+        """Draw about ``number`` samples, the same fraction of every class, in their original order."""
         share, kept = number / len(self.targets), []
         for label in range(int(self.labels.max()) + 1):
             rows = torch.nonzero(self.labels == label).flatten()
@@ -81,25 +81,25 @@ class Samples:
 class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
     """Samples dealt to clients, for a stock ``Trainer``.
 
-    Subclasses say what the samples are (:meth:`load`) and set ``num_classes``, ``input_shape`` and, for inputs that are
-    to be normalised, ``mean`` and ``std`` in the units in which the inputs are stored.
+    Subclasses implement :meth:`load` and set ``num_classes``, ``input_shape`` and, to normalise the inputs, ``mean``
+    and ``std`` in the units of the stored inputs.
 
     Args:
-        partition: how samples are dealt to clients; ten IID clients unless given.
-        fraction: share of the clients that trains in a round, 0 < fraction <= 1.
-        val_fraction: part of each client's training samples that is held out for validation, by class; a client with
-            one sample keeps it and is not validated. A fifth unless given. 0 holds nothing out: clients are then scored
-            on their test samples after a round, and nothing may be chosen by that.
-        seed: decides the partition and who trains when; unless given, the seed of ``seed_everything``, else 0.
-        eval_clients: clients evaluated in one batch.
-        eval_only: the clients that are evaluated, and nothing else; None means all of them and the global test set.
-        augment: whether training batches are augmented, for data that knows how.
-        manifest: a manifest written by ``fl-lightning partition``; its partition is used, and data that differs from
-            the data it was made with is refused.
-        limit: use only about so many samples, the same share of every class, drawn by ``seed``; None uses all.
-        sampling: a round's cohort has a ``fixed`` size, or every client takes part for itself (``poisson``).
-        secret_cohorts: draw cohorts from the operating system's randomness rather than from ``seed``, as amplification
-            of differential privacy by sampling needs; the key lies in the checkpoints.
+        partition: how samples are dealt to clients. Default: ten IID clients.
+        fraction: fraction of clients that train in a round, 0 < fraction <= 1.
+        val_fraction: fraction of each client's training samples held out for validation, stratified by class; a client
+            with one sample keeps it and is not validated. With 0, clients are scored on their test samples after each
+            round, so do not tune or stop by these scores. Default: 0.2.
+        seed: seed of the partition and the cohorts. Default: the seed of ``seed_everything``, else 0.
+        eval_clients: number of clients evaluated in one batch.
+        eval_only: evaluate these clients only; None means all clients and the global test set.
+        augment: whether to augment training batches, for data sets with an augmentation.
+        manifest: a manifest written by ``fl-lightning partition``. Its partition is used; data other than the data it
+            was made with is refused.
+        limit: use only about this many samples, the same fraction of every class, drawn by ``seed``; None uses all.
+        sampling: ``fixed`` for cohorts of a fixed size, ``poisson`` for independent participation of every client.
+        secret_cohorts: draw cohorts from the operating system's randomness rather than from ``seed``, as privacy
+            amplification by sampling requires; the key is stored in the checkpoints.
     """
 
     num_classes: int
@@ -141,22 +141,22 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @abstractmethod
     def load(self) -> Samples:
-        """All samples; called once."""
+        """Return all samples; called once."""
 
     def augmentation(self) -> Augment | None:
-        """Augmentation of one client's raw training batch by ``augment=True``; None where nothing is known to help."""
+        """Return the augmentation of a client's raw training batch under ``augment=True``; None if there is none."""
         return None
 
     def encode(self, samples: Samples, train: ClientIndex) -> Tensor:
-        """Inputs as the net sees them, for data (text) whose encoding is learned from the training samples."""
+        """Encode the inputs for the net; override if the encoding is learned from training samples (text)."""
         return samples.inputs
 
     def client_meta(self, partition: Partition) -> Mapping[str, Sequence[Any]]:
-        """Properties of the clients, one value each under every name."""
+        """Return properties of the clients by name, one value per client."""
         return partition.meta
 
     def deal(self, samples: Samples) -> Partition:
-        """The partition of the samples: the manifest's if there is one, else the scheme's."""
+        """Partition the samples by the manifest if there is one, else by the scheme."""
         labels, train_size, users = samples.labels, samples.train_size, samples.users
         if self.manifest is not None:
             self.manifest.check(self.data_hash, self.partition)
@@ -166,14 +166,14 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @property
     def outputs(self) -> int:
-        """How many outputs a net for this data has: one for each class, or for each number that is predicted."""
+        """Number of outputs of a net for this data: one per class, or per predicted number."""
         if self.num_classes:
             return self.num_classes
         targets = self.samples.targets
         return 1 if targets.dim() == 1 else int(targets.shape[1])
 
     def setup(self, stage: str | None = None) -> None:
-        """Build the federation, and let all processes know the key of secret cohorts; later calls change nothing."""
+        """Build the federation and share the key of secret cohorts among processes; later calls change nothing."""
         module = getattr(self.trainer, "lightning_module", None)
         if module is not None and not hasattr(module, "cohort"):
             kind = type(module).__name__
@@ -186,7 +186,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
             self._key = self.trainer.strategy.broadcast(self._key)
 
     def __repr__(self) -> str:
-        """The data, the settings that are not as usual, and who has how much once that is known."""
+        """Data, non-default settings and, once known, the sizes of the clients."""
         dealt = self.manifest.scheme_call if self.manifest and self.partition is None else self.partition
         usual = {"fraction": 1.0, "val_fraction": HELD_OUT, "limit": None, "augment": False}
         settings = [f"partition={dealt or 'own indices'}", f"seed={self.seed}"]
@@ -203,7 +203,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @property
     def net_arguments(self) -> dict[str, int]:
-        """Arguments that a net may take from this data, by the names under which the library's nets have them."""
+        """Arguments that a net may take from this data, by the argument names of the library's nets."""
         shape = self.input_shape
         return {
             "in_features": math.prod(shape),
@@ -213,7 +213,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @cached_property
     def samples(self) -> Samples:
-        """The samples as stored: all, or as many as ``limit`` says."""
+        """The samples as stored: all, or a subset by ``limit``."""
         loaded = self.load()
         _check_samples(loaded, type(self).__name__)
         if self.limit is None or self.limit >= len(loaded.targets):
@@ -222,12 +222,12 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @cached_property
     def dealt(self) -> Partition:
-        """Who owns what, before anything is held out for validation."""
+        """The partition, before anything is held out for validation."""
         return self.deal(self.samples)
 
     @cached_property
     def federation(self) -> Federation:
-        """Everything a run needs to know of the data."""
+        """The federated data of a run."""
         part = self.dealt
         train, val = self._hold_out(part.train)
         return Federation(
@@ -246,7 +246,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         )
 
     def _hold_out(self, train: ClientIndex) -> tuple[ClientIndex, ClientIndex | None]:
-        """Clients' training samples and what is held out of them; None, with a warning, where that is nothing."""
+        """Split training samples into kept and held out; the latter are None, with a warning, if there are none."""
         reason = "val_fraction=0 holds nothing out"
         if self.val_fraction:
             rows, sizes, labels = train.flat.numpy(), train.sizes.numpy(), self.samples.labels.numpy()
@@ -264,11 +264,11 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @cached_property
     def data_hash(self) -> str:
-        """Hash of all samples and labels as stored, whatever the partition."""
+        """Hash of all samples and labels as stored; independent of the partition."""
         return hash_tensors(self.samples.inputs, self.samples.targets)
 
     def describe(self, indices: bool = False) -> Manifest:
-        """The manifest of this partition; ``indices`` adds every index."""
+        """Return the manifest of this partition; ``indices`` adds every index."""
         if self.manifest is not None and self.manifest.indices is not None:
             return self.manifest
         scheme, seed = self.partition, self.seed
@@ -277,7 +277,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
         return Manifest.of(type(self).__name__, self.data_hash, scheme, seed, self.dealt, indices)
 
     def picture(self) -> Figure:
-        """Who has how much of what, as a matplotlib figure."""
+        """Draw the clients' class distributions as a matplotlib figure."""
         from fl_lightning.datamodules.picture import partition_figure
         from fl_lightning.datamodules.summary import Summary
 
@@ -288,7 +288,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint by which a checkpoint refuses other data: samples, their scale and owners, label permutations."""
+        """Fingerprint checked on resumption: samples, preprocessing, partition and label permutations."""
         fed = self.federation
         indices = [t for index in (fed.train, fed.test, fed.index("val")) for t in (index.flat, index.offsets)]
         owners = hash_tensors(*indices, fed.global_test, fed.label_maps)
@@ -296,54 +296,54 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
     @property
     def scale(self) -> str:
-        """Preprocessing that differs from the default, for the fingerprint."""
+        """Return non-default preprocessing, for the fingerprint."""
         return "" if self.standardize else "not standardised"
 
     def cohort(self, round: int) -> list[int]:
-        """The clients that train in a round: a pure function of seed (or secret key) and round.
+        """Return the clients that train in a round: a pure function of seed (or secret key) and round.
 
-        With ``fixed`` sampling :attr:`cohort_size` clients, uniformly without replacement. With ``poisson`` sampling at
-        least one, which has not been drawn where :meth:`drawn` is empty.
+        ``fixed`` sampling draws :attr:`cohort_size` clients uniformly without replacement. ``poisson`` sampling returns
+        at least one client, which does not count if :meth:`drawn` is empty.
         """
         return trained(self.drawn(round), self.federation.num_clients, round)
 
     def drawn(self, round: int) -> list[int]:
-        """The clients that a round draws, of ``poisson`` sampling possibly none."""
+        """Return the clients drawn for a round; may be empty with ``poisson`` sampling."""
         key = None if self._key is None else self._key + f"cohort.{round}".encode()
         clients = self.federation.num_clients
         return drawn(clients, self.fraction, self.sampling, lambda: seeding.stream(self.seed, "sampling", round), key)
 
     def state_dict(self) -> dict[str, Any]:
-        """The key of secret cohorts, so that a resumed run goes on with them."""
+        """Return the key of secret cohorts, so that a resumed run draws the same ones."""
         return {} if self._key is None else {"key": self._key.hex()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the key of secret cohorts."""
         self._key = bytes.fromhex(state_dict["key"]) if self.secret_cohorts else None
 
     @property
     def cohort_size(self) -> int:
-        """Clients that train in a round: ``max(1, round(fraction * N))``."""
+        """Number of clients that train in a round: ``max(1, round(fraction * N))``."""
         return max(1, round(self.fraction * self.federation.num_clients))
 
     def train_dataloader(self) -> Tick:
-        """One tick: one federated round."""
+        """Return the training "loader": one tick, which is one federated round."""
         return Tick()
 
     def val_dataloader(self) -> ClientChunks:
-        """Clients that have validation samples (test samples where nothing is held out), ``eval_clients`` at a time."""
+        """Return clients with validation samples (test samples if nothing is held out), ``eval_clients`` at a time."""
         return self._chunks("val")
 
     def test_dataloader(self) -> ClientChunks:
-        """All clients or ``eval_only``."""
+        """Return clients with test samples, ``eval_clients`` at a time."""
         return self._chunks("test")
 
     def predict_dataloader(self) -> ClientChunks:
-        """Return the test's samples."""
+        """Return the same clients as :meth:`test_dataloader`."""
         return self._chunks("test")
 
     def _chunks(self, split: Split) -> ClientChunks:
-        """The clients to evaluate on a split: those that have samples there, of all or of ``eval_only``."""
+        """Return the clients to evaluate: all, or those of ``eval_only``, with samples in the split."""
         everyone = range(self.federation.num_clients)
         strangers = sorted(set(self.eval_only or ()) - set(everyone))
         if strangers or self.eval_only == []:
@@ -354,7 +354,7 @@ class FederatedDataModule(arguments.NamedArguments, LightningDataModule, ABC):
 
 
 def _check_samples(samples: Samples, name: str) -> None:
-    """Refuse samples without labels or the other way round, and inputs that are no numbers."""
+    """Refuse inputs and targets of different lengths, and inputs that are not finite."""
     inputs, targets = samples.inputs, samples.targets
     if len(inputs) != len(targets) or not len(targets):
         raise FederationError(f"{name} has {len(inputs)} inputs and {len(targets)} targets: give one target per input.")

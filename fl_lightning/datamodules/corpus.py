@@ -22,23 +22,23 @@ from fl_lightning.errors import FederationError
 
 TRAIN_FILE = "training.1600000.processed.noemoticon.csv"
 TEST_FILE = "testdata.manual.2009.06.14.csv"
-#: What a row's first column says; the neutral tweets of the test file belong to no class.
+#: Classes by the first column; neutral tweets (test file only) have none.
 LABELS = {"0": 0, "4": 1, "2": -1}
 _BLOCK = 20_000
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized tweets, those of the training file first.
+    """Tokenized tweets, the training file first.
 
     Args:
-        tokens: numbers of all tweets' tokens, into ``lexicon``, shape (total,).
+        tokens: all tweets' tokens as indices into ``lexicon``, shape (total,).
         offsets: tweet i is ``tokens[offsets[i]:offsets[i + 1]]``, shape (n + 1,).
         labels: 0 negative, 1 positive, shape (n,).
-        users: who wrote each tweet, numbers into ``names``, shape (n,).
+        users: author of each tweet as an index into ``names``, shape (n,).
         lexicon: all distinct tokens.
         names: all users' names.
-        train_size: how many tweets are from the training file.
+        train_size: number of tweets from the training file.
     """
 
     tokens: NDArray[np.int32]
@@ -50,7 +50,7 @@ class Corpus:
     train_size: int
 
     def padded(self, length: int) -> NDArray[np.int32]:
-        """The first ``length`` tokens of every tweet as numbers from 1, padded with 0, shape (n, length)."""
+        """Return the first ``length`` tokens of every tweet, numbered from 1 and padded with 0, shape (n, length)."""
         sizes = np.minimum(np.diff(self.offsets), length)
         table = np.zeros((len(sizes), length), dtype=np.int32)
         table[np.arange(length) < sizes[:, None]] = self.tokens[ranges(self.offsets[:-1], sizes)] + 1
@@ -58,18 +58,18 @@ class Corpus:
 
 
 def load_corpus(folder: Path, skip_malformed: bool = False) -> Corpus:
-    """The tokenized files of a folder, from the cache if it holds them.
+    """Load the tokenized files of a folder, from the cache if possible.
 
-    The cache is keyed by the files' contents and by everything that the tokens depend on. A damaged one is built again.
+    The cache is keyed by the files' contents and the version of the tokenizer. A damaged cache is rebuilt.
 
     Args:
-        folder: where the official CSV files are; the test file may be missing.
-        skip_malformed: drop rows that cannot be read rather than refuse the file.
+        folder: folder of the official CSV files; the test file may be missing.
+        skip_malformed: drop malformed rows instead of refusing the file.
     """
     files = [folder / name for name in (TRAIN_FILE, TEST_FILE)]
     if not files[0].is_file():
         raise FederationError(
-            f"There is no {TRAIN_FILE} in {folder}: put it there, with {TEST_FILE} beside it (both are in the site's "
+            f"There is no {TRAIN_FILE} in {folder}: put it there, with {TEST_FILE} next to it (both are in the site's "
             "trainingandtestdata.zip), or set root (or FL_LIGHTNING_DATA) to the folder above."
         )
     files = [file for file in files if file.is_file()]
@@ -82,9 +82,9 @@ def load_corpus(folder: Path, skip_malformed: bool = False) -> Corpus:
 
 
 def read_rows(path: Path, skip_malformed: bool = False) -> Iterator[tuple[int, str, str]]:
-    """Label, user and text of every row that has a class.
+    """Yield label, user and text of every row with a class.
 
-    The files are Latin-1 with six columns: label (0, 2 or 4), tweet, date, query, user, text; one row a line.
+    The files are Latin-1 with six columns: label (0, 2 or 4), tweet, date, query, user, text; one row per line.
     """
     with path.open(encoding="latin-1", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
@@ -102,7 +102,7 @@ def read_rows(path: Path, skip_malformed: bool = False) -> Iterator[tuple[int, s
 
 
 def _columns(line: str) -> list[str]:
-    """The columns of a line; one alone if it is none of a CSV file."""
+    """Split a line of CSV; a malformed line is returned as one column."""
     try:
         return next(csv.reader([line]), [])
     except csv.Error:
@@ -110,7 +110,7 @@ def _columns(line: str) -> list[str]:
 
 
 class _Numbers(dict[str, int]):
-    """Numbers for strings in the order in which they turn up."""
+    """Numbers strings in order of first occurrence."""
 
     def __missing__(self, key: str) -> int:
         number = self[key] = len(self)
@@ -118,7 +118,7 @@ class _Numbers(dict[str, int]):
 
 
 def _build(files: list[Path], skip_malformed: bool) -> Corpus:
-    """Read and tokenize, some thousand tweets at a time."""
+    """Read and tokenize the files in blocks of tweets."""
     words, names = _Numbers({"\n": 0}), _Numbers()
     tokens, labels, users, sizes = [], [], [], []
     for path in files:
@@ -134,7 +134,7 @@ def _build(files: list[Path], skip_malformed: bool) -> Corpus:
             raise FederationError(f"{path} has no usable row: get the official file again.")
         sizes.append(size)
     flat = np.concatenate(tokens)
-    ends = np.flatnonzero(flat == 0)  # line feeds; each is dropped, so the i-th end moves i places
+    ends = np.flatnonzero(flat == 0)  # line feeds; they are dropped, so the i-th end moves by i
     offsets = np.concatenate(([0], ends - np.arange(len(ends))))
     return Corpus(
         flat[flat != 0] - 1,
@@ -148,7 +148,7 @@ def _build(files: list[Path], skip_malformed: bool) -> Corpus:
 
 
 def _key(files: list[Path], skip_malformed: bool) -> str:
-    """Hash of the files' contents and of what their tokens depend on."""
+    """Hash the files' contents and the version of the tokenizer."""
     digest = hashlib.blake2b(f"{tweets.VERSION} {skip_malformed}".encode(), digest_size=12)
     for path in files:
         with path.open("rb") as stream:
@@ -157,7 +157,7 @@ def _key(files: list[Path], skip_malformed: bool) -> str:
 
 
 def _store(corpus: Corpus, cache: Path) -> None:
-    """Write the cache in one step; where that is not possible go on without it."""
+    """Write the cache atomically; warn and go on if that fails."""
     arrays: dict[str, Any] = {f.name: getattr(corpus, f.name) for f in fields(corpus)}
     for name in ("lexicon", "names"):
         arrays[name] = np.frombuffer("\n".join(arrays[name]).encode(), dtype=np.uint8)
@@ -172,7 +172,7 @@ def _store(corpus: Corpus, cache: Path) -> None:
 
 
 def _restore(cache: Path) -> Corpus | None:
-    """Read the cache; None where there is none or it is damaged."""
+    """Read the cache; None if it is missing or damaged."""
     if not cache.is_file():
         return None
     try:
@@ -185,6 +185,6 @@ def _restore(cache: Path) -> Corpus | None:
         if not sound or {len(corpus.users), len(corpus.offsets) - 1} != {tweets_}:
             raise ValueError("its parts do not fit together")
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, NotImplementedError) as error:
-        warnings.warn(f"The cache {cache} is damaged ({error}) and is built again.", stacklevel=2)
+        warnings.warn(f"The cache {cache} is damaged ({error}) and will be rebuilt.", stacklevel=2)
         return None
     return corpus

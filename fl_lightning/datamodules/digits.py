@@ -1,4 +1,4 @@
-"""The embedded data set: scikit-learn's 1,797 real handwritten digits, no download."""
+"""scikit-learn's 1,797 handwritten digits; no download needed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fl_lightning.datamodules.base import FederatedDataModule, Samples
 
 
 class Digits(FederatedDataModule):
-    """1,797 handwritten digits of 8 x 8 pixels with values 0 to 16, part of scikit-learn.
+    """1,797 handwritten digits of 8 x 8 pixels with values 0 to 16, from scikit-learn.
 
-    There is no official test split: partitions hold out their own.
+    There is no official test split; partitions hold out their own.
 
     Args:
         **kwargs: as for every DataModule.
@@ -27,7 +27,7 @@ class Digits(FederatedDataModule):
         super().__init__(**kwargs)
 
     def load(self) -> Samples:
-        """Images as uint8, shape (1797, 1, 8, 8), and labels."""
+        """Return images as uint8, shape (1797, 1, 8, 8), and labels."""
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)

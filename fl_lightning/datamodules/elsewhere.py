@@ -1,4 +1,4 @@
-"""Data of which a server knows no more than what its samples are like."""
+"""A placeholder for data that stays at the sites."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fl_lightning.ranges import Count, CountOrZero, PositiveShare
 
 
 class Elsewhere(FederatedDataModule):
-    """Stands for the sites' data in the configuration of a server that has none: ``fl-lightning serve``.
+    """Placeholder for the sites' data in the configuration of a server (``fl-lightning serve``).
 
     Args:
         input_shape: shape of a sample; nets take their number of inputs from it.
-        num_classes: number of classes; 0 where targets are no classes.
-        num_outputs: how many numbers a net predicts where targets are no classes.
-        fraction: share of the clients that trains in a round.
-        seed: decides who trains when; unless given, the seed of ``seed_everything``, else 0.
-        sampling: a round's cohort has a ``fixed`` size, or every client takes part for itself (``poisson``).
+        num_classes: number of classes; 0 if targets are not classes.
+        num_outputs: number of outputs of the net if targets are not classes.
+        fraction: fraction of clients that train in a round.
+        seed: seed of the cohorts. Default: the seed of ``seed_everything``, else 0.
+        sampling: ``fixed`` for cohorts of a fixed size, ``poisson`` for independent participation of every client.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Elsewhere(FederatedDataModule):
 
     @property
     def outputs(self) -> int:
-        """How many outputs a net for this data has."""
+        """Number of outputs of a net for this data."""
         return self.num_classes or self.num_outputs
 
     def load(self) -> NoReturn:
-        """Say that there is nothing to load."""
+        """Raise an error: there is nothing to load."""
         raise FederationError("Elsewhere stands for data at sites: use it with fl-lightning serve.")

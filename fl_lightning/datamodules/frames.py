@@ -1,4 +1,4 @@
-"""Data that users bring: arrays with a column of clients, tables with named columns, data sets of samples."""
+"""Users' own data: arrays with a column of clients, tables with named columns, map-style data sets."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from fl_lightning.ranges import Part, PositiveShare, ShareBelowOne, TwoOrMore
 
 
 class FromArrays(TensorFederation):
-    """Arrays, with a column that says whose sample each row is.
+    """Arrays with a column of clients.
 
     Args:
-        inputs: all samples, shape (n, ...): an array, a tensor, or the path of a ``.npy`` file, which is mapped into
-            memory and may be larger than it.
-        targets: what is to be predicted of each, shape (n, ...): the same.
-        clients: whose sample each row is, shape (n,); None deals the samples by ``partition``.
-        test_fraction: part of each client's samples that it is tested on.
+        inputs: all samples, shape (n, ...): an array, a tensor, or the path of a ``.npy`` file, which is memory-mapped.
+        targets: the targets, shape (n, ...), given like the inputs.
+        clients: client of each row, shape (n,); None deals the samples by ``partition``.
+        test_fraction: fraction of each client's samples held out for testing.
         min_samples: clients with fewer samples are left out.
         **kwargs: as for :class:`~fl_lightning.datamodules.TensorFederation`.
 
@@ -57,7 +56,7 @@ class FromArrays(TensorFederation):
 
 
 def _dealt(clients: Any, test_fraction: float, min_samples: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a federation that is dealt by a column of clients, if there is one."""
+    """Return options with index lists made from the column of clients, if there is one."""
     if clients is None:
         return dict(options)
     scheme = options.get("partition")
@@ -67,17 +66,17 @@ def _dealt(clients: Any, test_fraction: float, min_samples: int, options: Mappin
         )
     column = clients.cpu().numpy() if isinstance(clients, Tensor) else np.asarray(clients, dtype=object)
     if column.ndim != 1:
-        raise FederationError(f"clients must be one column, a client for each sample, not of shape {column.shape}.")
+        raise FederationError(f"clients must be one column with a client for each sample, not of shape {column.shape}.")
     users = column.tolist()
     if any(user is None or user != user or user == "" for user in users):
-        raise FederationError("Some samples have no client: leave them out, or give them one.")
+        raise FederationError("Some samples have no client: drop them or assign one.")
     if len({type(user) for user in users}) > 1:
         users = [str(user) for user in users]
     return {**options, "users": users, "partition": scheme or ByUser(None, min_samples, test_fraction)}
 
 
 def _mapped(values: Any, name: str) -> Any:
-    """Values, or those of a ``.npy`` file, without reading them."""
+    """Return the values, memory-mapped if given as the path of a ``.npy`` file."""
     if not isinstance(values, str | Path):
         return values
     try:
@@ -85,35 +84,35 @@ def _mapped(values: Any, name: str) -> Any:
         if not isinstance(array, np.ndarray):
             raise ValueError("it holds several arrays")
         if not array.dtype.isnative:
-            raise ValueError(f"its numbers are {array.dtype}, another machine's")
+            raise ValueError(f"its numbers are {array.dtype}, in another byte order")
     except (OSError, ValueError) as error:
         raise FederationError(f"{name}: {values} cannot be read as a .npy file ({error}).") from error
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it cannot be written to, which nobody does
+        warnings.simplefilter("ignore")  # torch warns that the array is read-only
         return torch.from_numpy(array)
 
 
 class FromFrame(TensorFederation):
-    """A table with a column that says whose row it is, and columns to predict from and to predict.
+    """A table with a column of clients, feature columns and target columns.
 
-    Numbers are standardised with the mean and standard deviation of the training rows alone, and columns of words
-    become a column for each word that training rows have.
+    Numbers are standardised with the mean and standard deviation of the training rows; columns of words are one-hot
+    encoded with the words of the training rows.
 
     Args:
         table: a pandas or polars DataFrame, an Arrow table, a structured array, or a dict of columns.
-        client: the column that says whose row it is.
-        target: the column to predict, or several columns of numbers.
-        features: the columns to predict from; None takes all others.
-        categorical: columns of numbers that are to be treated as words.
-        stratify: a column by which a ``partition`` deals the rows of one ``client=None``.
-        standardize: whether numbers are standardised.
-        test_fraction: part of each client's rows that it is tested on.
+        client: the column of clients; None deals the rows by ``partition``.
+        target: the target column, or several columns of numbers.
+        features: the feature columns; None takes all others.
+        categorical: columns of numbers to treat as words.
+        stratify: a column that ``partition`` deals by, with ``client=None``.
+        standardize: whether to standardise numbers.
+        test_fraction: fraction of each client's rows held out for testing.
         min_samples: clients with fewer rows are left out.
         **kwargs: as for :class:`~fl_lightning.datamodules.TensorFederation`.
 
     Attributes:
-        classes: the words of a target that is one of several; empty where it is a number.
-        feature_names: what the net's inputs are.
+        classes: the class names of a target of words; empty for numbers.
+        feature_names: names of the net's inputs.
 
     Example:
         >>> table = {"site": ["a"] * 4 + ["b"] * 4, "age": [20, 30, 40, 50, 60, 70, 80, 90],
@@ -146,7 +145,7 @@ class FromFrame(TensorFederation):
         if leaking := sorted(set(chosen) & set(wanted)):
             raise FederationError(f"{leaking[0]} is both a feature and a target: take it out of features.")
         if client in wanted:
-            raise FederationError(f"{client} says whose a row is and cannot be the target too: name another target.")
+            raise FederationError(f"{client} is the column of clients and cannot be the target: name another target.")
         if not wanted or not chosen:
             what, option = ("predict from", "features") if wanted else ("predict", "target")
             raise FederationError(f"The table has no columns to {what}: name some as {option}.")
@@ -162,13 +161,13 @@ class FromFrame(TensorFederation):
         super().__init__(np.stack(values, axis=1), self._targets(wanted, columns), **dealt)
 
     def _codes(self, name: str, column: Column) -> Column:
-        """A column as numbers; words by their places among all."""
+        """Encode a column as numbers; words by their index in the sorted vocabulary."""
         if name in self._words:
             return np.searchsorted(self._words[name], column.astype(str)).astype(np.float64)
         return numbers_of(name, column)
 
     def _targets(self, names: list[str], columns: Mapping[str, Column]) -> Column:
-        """The targets: classes where they are words, whole numbers as they are, else numbers."""
+        """Return the targets: words as classes, integers unchanged, other numbers as floats."""
         first = columns[names[0]]
         if len(names) > 1:
             return np.stack([numbers_of(name, columns[name]) for name in names], axis=1).astype(np.float32)
@@ -180,7 +179,7 @@ class FromFrame(TensorFederation):
         return first.astype(np.int64) if is_classes(first) else numbers.astype(np.float32)
 
     def encode(self, samples: Samples, train: ClientIndex) -> Tensor:
-        """Standardised numbers and a column for each word, by what training rows have."""
+        """Standardise numbers and one-hot encode words, fitted on the training rows."""
         seen = samples.inputs[train.flat]
         parts, self._inputs = list[Tensor](), list[str]()
         for place, name in enumerate(self._names):
@@ -196,12 +195,12 @@ class FromFrame(TensorFederation):
 
     @property
     def scale(self) -> str:
-        """Preprocessing of the rows, for the fingerprint."""
+        """Return the preprocessing of the rows, for the fingerprint."""
         return "" if self.standardized else "not standardised"
 
     @property
     def feature_names(self) -> list[str]:
-        """The net's inputs by name; words that no training row has are not among them."""
+        """Names of the net's inputs; words that occur in no training row are left out."""
         _ = self.federation
         return self._inputs
 
@@ -212,27 +211,27 @@ class FromFrame(TensorFederation):
 
     @input_shape.setter
     def input_shape(self, value: tuple[int, ...]) -> None:
-        """Known only when it is known what training rows have."""
+        """Ignored: the shape follows from the training rows."""
 
 
 class Table(FromFrame):
-    """A CSV or Parquet file with a column that says whose row it is; see :class:`FromFrame`.
+    """A CSV or Parquet file with a column of clients; see :class:`FromFrame`.
 
     On the command line: ``--data Table --data.path patients.csv --data.client hospital --data.target los``.
 
     Args:
-        path: the file, ``.csv`` (with a first line of names) or ``.parquet``.
-        client: the column that says whose row it is.
-        target: the column to predict, or several columns of numbers.
-        features: the columns to predict from; None takes all others.
-        categorical: columns of numbers that are to be treated as words.
-        standardize: whether numbers are standardised with the training rows' mean and deviation.
-        test_fraction: part of each client's rows that it is tested on.
+        path: the file, ``.csv`` (with a header) or ``.parquet``.
+        client: the column of clients; None deals the rows by ``partition``.
+        target: the target column, or several columns of numbers.
+        features: the feature columns; None takes all others.
+        categorical: columns of numbers to treat as words.
+        standardize: whether to standardise numbers with the training rows' mean and standard deviation.
+        test_fraction: fraction of each client's rows held out for testing.
         min_samples: clients with fewer rows are left out.
-        partition: how rows are dealt where ``client`` is None.
-        fraction: share of the clients that trains in a round.
-        val_fraction: part of each client's training rows that is held out for validation; a fifth unless given.
-        seed: decides who is tested on what and who trains when; unless given, the seed of ``seed_everything``.
+        partition: how rows are dealt if ``client`` is None.
+        fraction: fraction of clients that train in a round.
+        val_fraction: fraction of each client's training rows held out for validation. Default: 0.2.
+        seed: seed of the splits and the cohorts. Default: the seed of ``seed_everything``.
     """
 
     def __init__(
@@ -260,15 +259,15 @@ class Table(FromFrame):
 
 
 class FromDataset(TensorFederation):
-    """A data set of samples, of torch or of Hugging Face: read once and held in memory.
+    """A map-style data set of PyTorch or Hugging Face, read once and held in memory.
 
     Args:
-        dataset: anything with a length and samples by number, each a pair, a tuple or a dict.
-        client: where a sample says whose it is: a key, a place, or a function of the sample; None deals the samples by
+        dataset: a map-style data set whose samples are pairs, tuples or dicts.
+        client: key or index of the client in a sample, or a function of the sample; None deals the samples by
             ``partition``.
-        inputs: the key or place of the inputs.
-        target: the key or place of the target.
-        test_fraction: part of each client's samples that it is tested on.
+        inputs: key or index of the inputs.
+        target: key or index of the target.
+        test_fraction: fraction of each client's samples held out for testing.
         min_samples: clients with fewer samples are left out.
         **kwargs: as for :class:`~fl_lightning.datamodules.TensorFederation`.
 
@@ -290,13 +289,13 @@ class FromDataset(TensorFederation):
     ) -> None:
         if isinstance(dataset, Mapping):
             raise FederationError(
-                f"FromDataset needs one data set, not several by name: choose of {', '.join(dataset)}."
+                f"FromDataset needs one data set, not a dict of them: choose one of {', '.join(dataset)}."
             )
         try:
             samples = [dataset[i] for i in range(len(dataset))]
         except TypeError as error:
             raise FederationError(
-                f"FromDataset needs a data set with a length and samples by number: {error}."
+                f"FromDataset needs a map-style data set, with a length and indices: {error}."
             ) from error
         if not samples:
             raise FederationError("The data set has no samples.")
@@ -316,15 +315,15 @@ def _check_known(name: str, columns: Mapping[str, Any]) -> None:
 
 
 def _standardized(column: Tensor, known: Tensor) -> Tensor:
-    """A column with the training rows' mean and (population) deviation taken out; a constant one is only shifted."""
+    """Standardise a column by the training rows' mean and (population) deviation; a constant one is only centred."""
     std = known.std(correction=0)
     return (column - known.mean()) / (std if float(std) > 0 else 1.0)
 
 
 def _names(option: str, names: Any) -> list[str]:
-    """Names of columns, each once."""
+    """Check names of columns, each given once."""
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise FederationError(f"{option} must be a list of names of columns, not {names!r}.")
+        raise FederationError(f"{option} must be a list of column names, not {names!r}.")
     found = [str(name) for name in names]
     if twice := [name for name in found if found.count(name) > 1]:
         raise FederationError(f"{option} names {twice[0]} twice.")
@@ -332,11 +331,11 @@ def _names(option: str, names: Any) -> list[str]:
 
 
 def _client(sample: Any, client: Any) -> Any:
-    """Whose a sample is."""
+    """Return the client of a sample."""
     try:
         found = client(sample) if callable(client) else _item(sample, client)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise FederationError(f"client cannot be worked out of a sample ({error!r}): it is {type(sample)}.") from error
+        raise FederationError(f"client cannot be computed from a sample ({error!r}) of {type(sample)}.") from error
     return found.item() if isinstance(found, Tensor | np.generic) else found
 
 
@@ -351,7 +350,7 @@ def _item(sample: Any, key: str | int) -> Any:
 
 
 def _array(value: Any, name: str) -> Column:
-    """A value as an array; an image of PIL has its channels first as an input, as nets take them."""
+    """Convert a value to an array; PIL images used as inputs become channels first."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # type: ignore[no-any-return]
@@ -363,12 +362,12 @@ def _array(value: Any, name: str) -> Column:
 
 def _stacked(values: list[Any], name: str) -> Any:
     if None in (kinds := {None if value is None else type(value) for value in values}):
-        raise FederationError(f"Some samples have no {name}: leave them out, or fill them in.")
+        raise FederationError(f"Some samples have no {name}: drop them or fill them in.")
     arrays = [_array(value, name) for value in values]
     if len(kinds) > 1 and len({array.dtype.kind in "OSU" for array in arrays}) > 1:
-        raise FederationError(f"Samples have {name} of several types: bring them to one.")
+        raise FederationError(f"Samples have {name} of several types: convert them to one.")
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
-        raise FederationError(f"Samples have {name} of shapes {shapes[0]} and {shapes[1]}: bring them to one shape.")
+        raise FederationError(f"Samples have {name} of shapes {shapes[0]} and {shapes[1]}: make the shapes equal.")
     stacked = np.stack(arrays)
     return np.unique(stacked, return_inverse=True)[1] if stacked.dtype.kind in "OSU" and name == "targets" else stacked

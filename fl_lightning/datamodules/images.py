@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and CIFAR-10, read once through torchvision and held as uint8 tensors."""
+"""MNIST, Fashion-MNIST and CIFAR-10, read through torchvision and held in memory as uint8."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fl_lightning.federation import Augment
 
 
 def data_root(root: str | None) -> str:
-    """The data folder: as given, else the environment's ``FL_LIGHTNING_DATA``, else ``data``."""
+    """Return the data folder: ``root``, else ``$FL_LIGHTNING_DATA``, else ``data``."""
     return root or os.environ.get("FL_LIGHTNING_DATA") or "data"
 
 
 def per_channel(*values: float) -> Tensor:
-    """Statistics of pixels in [0, 1] as a tensor for pixels in 0..255, shape (channels, 1, 1)."""
+    """Scale statistics of pixels in [0, 1] to pixels in 0..255, shape (channels, 1, 1)."""
     return torch.tensor(values).mul(255).view(-1, 1, 1)
 
 
@@ -29,9 +29,9 @@ class ImageData(FederatedDataModule):
     """An image data set of torchvision.
 
     Args:
-        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
-        download: fetch the data when it is not there.
-        standardize: standardise each channel; otherwise pixels are in [0, 1].
+        root: data folder. Default: the environment variable FL_LIGHTNING_DATA, else ``data``.
+        download: download the data if it is missing.
+        standardize: standardise each channel; otherwise pixels are scaled to [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -49,29 +49,29 @@ class ImageData(FederatedDataModule):
 
     @abstractmethod
     def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
-        """One official split: images as uint8, shape (n, C, H, W), and labels."""
+        """Read one official split: images as uint8, shape (n, C, H, W), and labels."""
 
     def prepare_data(self) -> None:
-        """Fetch the data where there is a network and it is not there."""
+        """Download the data if it is missing and allowed."""
         _ = self.samples
 
     def load(self) -> Samples:
-        """Both official splits, training rows first; fetched first if need be."""
+        """Load both official splits, training rows first; downloads them if needed."""
         try:
             splits = self._splits(download=False)
-        except Exception as error:  # torchvision and its parsers raise about everything on missing or damaged files
+        except Exception as error:  # torchvision's parsers raise many types on missing or damaged files
             splits = self._fetch(error)
         for (inputs, targets), part in zip(splits, ("training", "test"), strict=True):
             if len(inputs) != len(targets):
                 raise FederationError(
                     f"{self._place} holds {len(inputs):,} images and {len(targets):,} labels for the {part} part: "
-                    f"remove {self.files} there and fetch them again."
+                    f"remove {self.files} there and download them again."
                 )
         inputs, targets = (torch.cat(parts) for parts in zip(*splits, strict=True))
         return Samples(inputs, targets, train_size=len(splits[0][1]))
 
     def _splits(self, download: bool) -> list[tuple[Tensor, Tensor]]:
-        """The official training and test splits."""
+        """Read the official training and test splits."""
         return [self.read(train, download) for train in (True, False)]
 
     @property
@@ -80,7 +80,7 @@ class ImageData(FederatedDataModule):
         return os.path.join(self.root, self.folder)
 
     def _fetch(self, damage: Exception) -> list[tuple[Tensor, Tensor]]:
-        """Download and read, or say what is missing or damaged, and where it belongs."""
+        """Download and read, or report the missing or damaged files and their folder."""
         reason = "download is off"
         if self.download:
             try:
@@ -96,7 +96,7 @@ class ImageData(FederatedDataModule):
 
 
 def _reason(error: Exception) -> str:
-    """An error in a few words."""
+    """Shorten an error message."""
     return " ".join(str(error).split())[:200].rstrip(". ") or type(error).__name__
 
 
@@ -104,9 +104,9 @@ class MNIST(ImageData):
     """70,000 handwritten digits of 28 x 28 pixels.
 
     Args:
-        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
-        download: fetch the data when it is not there.
-        standardize: standardise each channel; otherwise pixels are in [0, 1].
+        root: data folder. Default: the environment variable FL_LIGHTNING_DATA, else ``data``.
+        download: download the data if it is missing.
+        standardize: standardise each channel; otherwise pixels are scaled to [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -118,7 +118,7 @@ class MNIST(ImageData):
     files = "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
 
     def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
-        """One official split: images as uint8, shape (n, 1, 28, 28), and labels."""
+        """Read one official split: images as uint8, shape (n, 1, 28, 28), and labels."""
         from torchvision import datasets
 
         data = getattr(datasets, self.source)(self.root, train=train, download=download)
@@ -126,12 +126,12 @@ class MNIST(ImageData):
 
 
 class FashionMNIST(MNIST):
-    """70,000 pictures of clothes, 28 x 28 pixels, in ten classes.
+    """70,000 images of clothes, 28 x 28 pixels, in ten classes.
 
     Args:
-        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
-        download: fetch the data when it is not there.
-        standardize: standardise each channel; otherwise pixels are in [0, 1].
+        root: data folder. Default: the environment variable FL_LIGHTNING_DATA, else ``data``.
+        download: download the data if it is missing.
+        standardize: standardise each channel; otherwise pixels are scaled to [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -142,12 +142,12 @@ class FashionMNIST(MNIST):
 
 
 class CIFAR10(ImageData):
-    """60,000 colour pictures of 32 x 32 pixels in ten classes; ``augment`` crops and flips.
+    """60,000 colour images of 32 x 32 pixels in ten classes; ``augment`` crops and flips.
 
     Args:
-        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
-        download: fetch the data when it is not there.
-        standardize: standardise each channel; otherwise pixels are in [0, 1].
+        root: data folder. Default: the environment variable FL_LIGHTNING_DATA, else ``data``.
+        download: download the data if it is missing.
+        standardize: standardise each channel; otherwise pixels are scaled to [0, 1].
         **kwargs: as for every DataModule.
     """
 
@@ -158,11 +158,11 @@ class CIFAR10(ImageData):
     files = "data_batch_1 to data_batch_5, test_batch and batches.meta"
 
     def augmentation(self) -> Augment | None:
-        """Crop with 4 pixels of padding, and flip."""
+        """Crop with 4 pixels of padding, and flip horizontally."""
         return CropAndFlip(padding=4)
 
     def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
-        """One official split: images as uint8, shape (n, 3, 32, 32), and labels."""
+        """Read one official split: images as uint8, shape (n, 3, 32, 32), and labels."""
         from torchvision import datasets
 
         data = datasets.CIFAR10(self.root, train=train, download=download)

@@ -1,4 +1,4 @@
-"""Loaders that the Trainer iterates over: rounds in training, groups of clients in evaluation."""
+"""Loaders for the Trainer: rounds in training, chunks of clients in evaluation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Tick:
-    """The training "loader": one tick is one federated round, and one round is one epoch.
+    """The training "loader": one tick is one federated round and one epoch.
 
-    It has length 1 and is no ``DataLoader``, so that the Trainer injects no sampler.
+    It has length 1 and is not a ``DataLoader``, so the Trainer does not inject a sampler.
     """
 
     def __len__(self) -> int:
@@ -22,11 +22,11 @@ class Tick:
 
 
 class ClientChunks:
-    """The evaluation "loader": the numbers of the clients, some at a time.
+    """The evaluation "loader": client numbers in chunks.
 
     Args:
-        clients: which clients.
-        size: clients in a chunk.
+        clients: the clients.
+        size: number of clients in a chunk.
 
     Example:
         >>> [chunk.tolist() for chunk in ClientChunks(range(5), 2)]

@@ -1,4 +1,4 @@
-"""A partition on paper: scheme, settings, seed, and hashes that tell whether data and indices are the same."""
+"""Partition manifests: scheme, settings, seed, and hashes of data and indices."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Identity of a partition, in JSON's types.
+    """Identity of a partition, in JSON types.
 
     Args:
         data: name of the data set.
         data_hash: hash of its samples and labels.
-        scheme: the scheme's name and settings, as :meth:`PartitionScheme.describe` gives them.
-        seed: the seed it was drawn with.
+        scheme: the scheme's name and settings, as returned by :meth:`PartitionScheme.describe`.
+        seed: the seed of the partition.
         index_hash: hash of all clients' indices.
         clients: number of clients.
-        meta: what is known of the clients, one value each.
-        label_maps: each client's label permutation, where labels are permuted.
-        indices: each client's training and test indices and the global test set, if they were asked for.
-        format: version of this layout.
+        meta: properties of the clients, one value per client.
+        label_maps: each client's label permutation, if any.
+        indices: each client's training and test indices and the global test set, if stored.
+        format: version of the format.
     """
 
     data: str
@@ -58,7 +58,7 @@ class Manifest:
         partition: Partition,
         indices: bool = False,
     ) -> Manifest:
-        """Describe a partition; ``indices`` writes every index too, which own index lists (no scheme) need."""
+        """Describe a partition; ``indices`` adds every index, as needed without a scheme."""
         maps = partition.label_maps
         return cls(
             data=data,
@@ -74,7 +74,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:
-        """Read a manifest; anything that is not one is refused."""
+        """Read a manifest; refuse other files."""
         try:
             fields = json.loads(Path(path).read_text())
         except FileNotFoundError:
@@ -100,11 +100,11 @@ class Manifest:
 
     @property
     def scheme_call(self) -> str:
-        """Scheme and settings as one would write them."""
+        """Scheme and settings as a Python call."""
         return _short(self.scheme) if self.scheme else "own indices"
 
     def build_scheme(self) -> PartitionScheme | None:
-        """The scheme with its settings; None for own indices or a scheme that is not one of the library's."""
+        """Build the scheme; None for own index lists or a scheme from outside the library."""
         return _build(self.scheme) if self.scheme else None
 
     def check(self, data_hash: str, scheme: PartitionScheme | None) -> None:
@@ -114,10 +114,10 @@ class Manifest:
                 f"The manifest was made with other data ({self.data}, hash {self.data_hash}; this data has "
                 f"{data_hash}): use the data it names or write a new manifest."
             )
-        # As JSON has it, where a tuple is a list.
+        # Round trip through JSON, which turns tuples into lists.
         if scheme is not None and json.loads(json.dumps(scheme.describe())) != self.scheme:
             raise FederationError(
-                f"The manifest holds {self.scheme_call} but the DataModule asks for {scheme!r}: leave the partition "
+                f"The manifest holds {self.scheme_call} but the DataModule has {scheme!r}: leave the partition "
                 "out or write a new manifest."
             )
 
@@ -128,7 +128,7 @@ class Manifest:
         train_size: int | None = None,
         users: Sequence[Any] | Tensor | None = None,
     ) -> Partition:
-        """The partition that the manifest describes: its indices, or the scheme run again and compared."""
+        """Return the partition: from the stored indices, or by running the scheme again and checking its hash."""
         if self.indices is not None:
             part = self._stored()
         else:
@@ -145,7 +145,7 @@ class Manifest:
         return part
 
     def _stored(self) -> Partition:
-        """The partition from the stored indices."""
+        """Return the partition from the stored indices."""
         try:
             assert self.indices is not None
             train, test = (ClientIndex.of(self.indices[name]) for name in ("train", "test"))
@@ -163,7 +163,7 @@ class Manifest:
 
 
 def _indices(partition: Partition) -> dict[str, Any]:
-    """All indices as lists."""
+    """Return all indices as lists."""
     rest = partition.global_test
     return {
         "train": [rows.tolist() for rows in partition.train],
@@ -173,7 +173,7 @@ def _indices(partition: Partition) -> dict[str, Any]:
 
 
 def _build(description: Mapping[str, Any]) -> PartitionScheme | None:
-    """A library scheme from its description, schemes within schemes included."""
+    """Build a library scheme from its description, including nested schemes."""
     try:
         name, settings = description["scheme"], description["settings"]
         kind = getattr(partitions, name, None) if name in partitions.__all__ else None
@@ -189,7 +189,7 @@ def _build(description: Mapping[str, Any]) -> PartitionScheme | None:
 
 
 def _short(description: Mapping[str, Any]) -> str:
-    """A scheme's description as a call."""
+    """Format a scheme's description as a Python call."""
     settings = description.get("settings", {})
     inner = (f"{k}={_short(v) if isinstance(v, dict) else repr(v)}" for k, v in settings.items())
     return f"{description.get('scheme')}({', '.join(inner)})"

@@ -1,4 +1,4 @@
-"""A partition as a picture: clients by classes, coloured by mode."""
+"""Figures of partitions: clients by classes, coloured by mode."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MOST_NUMBERS = 30
 
 
 def draw_partition(summary: Summary, path: str | Path, title: str) -> None:
-    """Draw who has how much of what into a file, whose ending decides the format; see :func:`partition_figure`."""
+    """Save a figure of the partition; the file extension decides the format. See :func:`partition_figure`."""
     partition_figure(summary, title).savefig(path)
 
 
 def partition_figure(summary: Summary, title: str) -> Figure:
-    """Who has how much of what.
+    """Draw the clients' sizes and class shares.
 
-    Sizes of the clients above, their class shares below (the darker the greater), and the permuted labels where there
-    are any. More than a thousand clients are thinned out evenly.
+    Sizes are above, class shares below (darker is greater), followed by the permuted labels, if any. More than a
+    thousand clients are thinned out evenly.
 
     Args:
-        summary: the partition's numbers.
-        title: what the partition is.
+        summary: the partition's statistics.
+        title: the title of the figure.
     """
     clients, classes = summary.train.shape
     shown = np.unique(np.linspace(0, clients - 1, min(clients, _MOST_CLIENTS)).astype(np.int64))
@@ -55,7 +55,7 @@ def partition_figure(summary: Summary, title: str) -> Figure:
 
 
 def _draw_sizes(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None:
-    """Training and test samples of each client as stacked bars."""
+    """Draw each client's training and test samples as stacked bars."""
     colours = _mode_colours(summary.modes[shown])
     place = np.arange(len(shown))
     train, test = summary.train.sum(axis=1)[shown], summary.test.sum(axis=1)[shown]
@@ -68,7 +68,7 @@ def _draw_sizes(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None:
 
 
 def _draw_shares(axes: Axes, summary: Summary, shown: NDArray[np.int64]) -> None:
-    """Each client's class shares: from white for none to the mode's colour for the greatest."""
+    """Draw each client's class shares, from white (none) to the mode's colour (the greatest)."""
     from matplotlib.patches import Patch
 
     shares = summary.shares[shown]
@@ -124,7 +124,7 @@ def _client_ticks(axes: Axes, shown: NDArray[np.int64]) -> None:
 
 
 def _mode_colours(modes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Each client's colour, shape (clients, 3)."""
+    """Return each client's colour, shape (clients, 3)."""
     from matplotlib.colors import to_rgb
 
     return np.array([to_rgb(colour) for colour in COLOURS])[modes % len(COLOURS)]

@@ -1,4 +1,4 @@
-"""The samples of a federation as ordinary loaders, for an ordinary Lightning project."""
+"""A federation's samples as ordinary loaders, for ordinary Lightning projects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Samples = tuple[Tensor, ...]
 class Pooled(NamedArguments, LightningDataModule):
     """All clients' samples, or those of some clients, in batches of (inputs, labels).
 
-    For everything that is not federated: a central baseline, one client's own model, a project that wants the data and
-    its partition alone. Batches are gathered by index and normalised as a batch, so no worker processes are needed.
+    For non-federated training: a central baseline, one client's own model, or a project that needs only the data and
+    its partition. Batches are gathered by index and normalised as a batch, so no worker processes are needed.
 
     Args:
-        data: the federated DataModule; its partition decides who owns what.
-        batch_size: samples in a batch.
-        clients: whose samples; None means everyone's.
-        owners: add to every batch the number of the client that owns each sample.
+        data: the federated DataModule, with its partition.
+        batch_size: number of samples in a batch.
+        clients: use these clients' samples; None means all clients.
+        owners: add the client number of each sample to every batch.
 
     Example:
         >>> from fl_lightning.datamodules import Digits
@@ -58,15 +58,15 @@ class Pooled(NamedArguments, LightningDataModule):
         self.data.setup(stage)
 
     def train_dataloader(self) -> DataLoader[Samples]:
-        """Training samples, shuffled."""
+        """Return training samples, shuffled."""
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Samples] | list[DataLoader[Samples]]:
-        """Samples that are held out of the training samples, in order; no loader where none are."""
+        """Return held-out validation samples, in order; an empty list if there are none."""
         return [] if self.federation.val is None else self._loader("val")
 
     def test_dataloader(self) -> DataLoader[Samples]:
-        """Test samples, in order."""
+        """Return test samples, in order."""
         return self._loader("test")
 
     predict_dataloader = test_dataloader
@@ -109,5 +109,5 @@ class _Gathered(Dataset[Samples]):
 
 
 def _as_it_is(batch: Any) -> Any:
-    """Batches come gathered."""
+    """Return the batch unchanged: it is already collated."""
     return batch

@@ -1,4 +1,4 @@
-"""Who trains in a round."""
+"""Sampling of cohorts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Sampling = Literal["fixed", "poisson"]
 def drawn(
     clients: int, fraction: float, sampling: Sampling, seeded: Callable[[], np.random.Generator], key: bytes | None
 ) -> list[int]:
-    """The clients that a round draws; of ``poisson`` sampling possibly none.
+    """Draw the clients of a round; possibly none with ``poisson`` sampling.
 
     Args:
-        clients: their number N.
-        fraction: share of them that trains.
-        sampling: ``fixed`` draws ``max(1, round(fraction * N))`` without replacement, ``poisson`` each client for
-            itself with the probability ``fraction``.
-        seeded: the round's generator.
-        key: the round's secret key, which then decides instead.
+        clients: number of clients N.
+        fraction: fraction of clients that train.
+        sampling: ``fixed`` draws ``max(1, round(fraction * N))`` without replacement, ``poisson`` each client
+            independently with probability ``fraction``.
+        seeded: factory of the round's generator.
+        key: the round's secret key; if given, used instead of ``seeded``.
 
     Example:
         >>> len(drawn(10, 0.3, "fixed", np.random.default_rng, None))
@@ -43,5 +43,5 @@ def drawn(
 
 
 def trained(chosen: list[int], clients: int, round: int) -> list[int]:
-    """The clients that are drawn; where none is, one whose update must not count, so that the round has a client."""
+    """Return the drawn clients; if there are none, one client whose update must not count."""
     return chosen or [round % clients]

@@ -1,4 +1,4 @@
-"""Sentiment140: tweets, positive or negative, by the users who wrote them."""
+"""Sentiment140: positive and negative tweets, with their users."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ PAD, UNKNOWN = 0, 1
 class Sent140(FederatedDataModule):
     """Tweets as token numbers, int64, shape (n, length), padded with 0; label 1 is positive.
 
-    The vocabulary holds the most frequent tokens of the training clients' training tweets and of nothing else. Token 0
-    is padding and 1 stands for every token not in the vocabulary, so the mask is ``tokens != 0`` (:meth:`mask`) and a
-    net needs an embedding of ``num_embeddings`` rows. Reads the official CSV files from ``root/sentiment140``; tokens
-    are cached beside them. The partitions ``ByUser`` and ``DominantClass`` are the published ones.
+    The vocabulary holds the most frequent tokens of the clients' training tweets only. Token 0 is padding and 1 is any
+    token that is not in the vocabulary, so the mask is ``tokens != 0`` (:meth:`mask`) and a net needs an embedding of
+    ``num_embeddings`` rows. Reads the official CSV files from ``root/sentiment140``; tokens are cached in the same
+    folder. Published work uses the partitions ``ByUser`` and ``DominantClass``.
 
     Args:
-        root: folder that holds the data; unless given, the environment's FL_LIGHTNING_DATA, else ``data``.
-        vocab_size: tokens in the vocabulary, besides padding and unknown.
-        min_freq: how often a token must occur to be in the vocabulary.
-        length: tokens kept of each tweet.
+        root: data folder. Default: the environment variable FL_LIGHTNING_DATA, else ``data``.
+        vocab_size: number of tokens in the vocabulary, besides padding and unknown.
+        min_freq: minimum frequency of a token in the vocabulary.
+        length: number of tokens kept of each tweet.
         vectors: file of pretrained word vectors (GloVe's text format) for :attr:`embeddings`.
-        skip_malformed: drop rows that cannot be read rather than refuse the file.
+        skip_malformed: drop malformed rows instead of refusing the file.
         **kwargs: as for every DataModule.
     """
 
@@ -75,12 +75,12 @@ class Sent140(FederatedDataModule):
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of an embedding for these tokens: the vocabulary, padding and unknown."""
+        """Number of rows of an embedding: the vocabulary, padding and unknown."""
         return self.vocab_size + 2
 
     @property
     def net_arguments(self) -> dict[str, int]:
-        """Properties as for every data set, and the rows of an embedding."""
+        """Arguments that a net may take from this data, including ``num_embeddings``."""
         return {**super().net_arguments, "num_embeddings": self.num_embeddings}
 
     @cached_property
@@ -89,14 +89,14 @@ class Sent140(FederatedDataModule):
         return load_corpus(self.folder, self.skip_malformed)
 
     def load(self) -> Samples:
-        """All tweets as numbers into the corpus's lexicon, whatever the vocabulary will be."""
+        """Return all tweets as indices into the corpus's lexicon, independent of the vocabulary."""
         corpus = self.corpus
         size = corpus.train_size if corpus.train_size < len(corpus.labels) else None
         inputs = torch.from_numpy(corpus.padded(self.length))
         return Samples(inputs, torch.from_numpy(corpus.labels), size, torch.from_numpy(corpus.users))
 
     def encode(self, samples: Samples, train: ClientIndex) -> Tensor:
-        """Number the tokens anew by the vocabulary of the training tweets."""
+        """Map the tokens to the vocabulary of the training tweets."""
         used = samples.inputs[train.flat].ravel().numpy()
         counts = np.bincount(used, minlength=len(self.corpus.lexicon) + 1)[1:].tolist()
         pairs = zip(self.corpus.lexicon, counts, strict=True)
@@ -111,7 +111,7 @@ class Sent140(FederatedDataModule):
         return "" if (self.vocab_size, self.min_freq) == (20_000, 1) else f"{self.vocab_size} {self.min_freq}"
 
     def client_meta(self, partition: Partition) -> Mapping[str, Sequence[Any]]:
-        """The clients' users by name rather than by number."""
+        """Return the clients' users by name instead of number."""
         users = partition.meta.get("user")
         return partition.meta if users is None else {**partition.meta, "user": [self.corpus.names[u] for u in users]}
 
@@ -119,7 +119,7 @@ class Sent140(FederatedDataModule):
     def embeddings(self) -> Tensor | None:
         """Pretrained vectors of the vocabulary, shape (num_embeddings, dim); None unless ``vectors`` names a file.
 
-        Tokens that the file does not have, padding among them, are zero.
+        Tokens missing from the file, including padding, are zero.
         """
         self.setup()
         if self.vectors is None:
@@ -136,14 +136,14 @@ class Sent140(FederatedDataModule):
 
 
 def _vocabulary(counts: Counter[str], size: int, min_freq: int) -> Any:
-    """The torchtext vocabulary with padding at 0 and unknown at 1."""
+    """Build the torchtext vocabulary with padding at 0 and unknown at 1."""
     from torchtext.vocab import Vocab
 
     return Vocab(counts, max_size=size, min_freq=min_freq, specials=["<pad>", "<unk>"])
 
 
 def _vectors(path: Path, cache: Path) -> Any:
-    """The torchtext vectors of a local file; its cache is keyed by the file's hash and built again if damaged."""
+    """Load torchtext vectors from a local file; the cache is keyed by the file's hash and rebuilt if damaged."""
     from torchtext.vocab import Vectors
 
     with path.open("rb") as stream:
@@ -153,7 +153,7 @@ def _vectors(path: Path, cache: Path) -> Any:
         for attempt in range(2):
             try:
                 return Vectors(str(path), cache=str(folder))
-            except Exception as error:  # a damaged cache fails in many ways; a damaged file fails twice
+            except Exception as error:  # a damaged cache raises many types; a damaged file fails twice
                 shutil.rmtree(folder, ignore_errors=True)
                 if attempt:
                     reason = " ".join(str(error).split())[:200]

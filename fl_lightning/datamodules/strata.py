@@ -1,4 +1,4 @@
-"""Classes by which samples are dealt where their targets are none."""
+"""Strata: classes to partition by if the targets are not classes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from fl_lightning.errors import FederationError
 
-#: Bins of a target that is a number, each with as many samples as the others.
+#: Number of equal-frequency bins of a numeric target.
 BINS = 10
 
 
 def is_classes(targets: Tensor | NDArray[Any]) -> bool:
-    """Whether targets may be classes: one whole number for each sample, from 0, and less than there are samples."""
+    """Whether targets may be classes: one integer per sample, at least 0 and less than the number of samples."""
     whole = not targets.is_floating_point() if isinstance(targets, Tensor) else targets.dtype.kind in "iu"
     return targets.ndim == 1 and whole and 0 <= int(targets.min()) <= int(targets.max()) < len(targets)
 
 
 def strata_of(targets: Tensor, num_classes: int = 0) -> Tensor | None:
-    """A class for every sample, made of its target; None if there is no obvious one.
+    """Derive a class for every sample from its target; None if there is no obvious one.
 
-    Numbers fall into ten bins of as many samples each. A mask has the class that most of its pixels have, background
-    (class 0) aside.
+    Numbers are assigned to ten equal-frequency bins. A mask has the most frequent class of its pixels, background
+    (class 0) excluded.
 
     Args:
-        targets: of all samples, shape (n, ...).
-        num_classes: classes of masks; one more than the greatest unless given.
+        targets: targets of all samples, shape (n, ...).
+        num_classes: number of classes of masks. Default: the greatest class plus one.
 
     Example:
         >>> strata_of(torch.tensor([0.3, 7.0, 0.1, 2.0])).tolist()
@@ -42,7 +42,7 @@ def strata_of(targets: Tensor, num_classes: int = 0) -> Tensor | None:
         return _bins(flat) if flat.dim() == 1 else None
     if flat.dim() == 1:
         return flat.long() if is_classes(flat) else _bins(flat.double())
-    if int(flat.min()) < 0 or (int(flat.max()) <= 1 and flat.dim() == 2):  # several labels of 0 and 1
+    if int(flat.min()) < 0 or (int(flat.max()) <= 1 and flat.dim() == 2):  # multi-label targets
         return None
     pixels = flat.flatten(1).long()
     counts = torch.zeros(len(pixels), max(num_classes, int(pixels.max()) + 1), dtype=torch.int64)
@@ -52,7 +52,7 @@ def strata_of(targets: Tensor, num_classes: int = 0) -> Tensor | None:
 
 
 def given_strata(strata: Any, samples: int) -> Tensor:
-    """A column to deal by, as numbers of classes.
+    """Convert a column to partition by to class numbers.
 
     Example:
         >>> given_strata(["b", "a", "b"], 3).tolist()
@@ -71,9 +71,9 @@ def given_strata(strata: Any, samples: int) -> Tensor:
 
 
 def _bins(values: Tensor) -> Tensor:
-    """Bins of about as many samples each; equal numbers are in one bin."""
+    """Assign values to bins of about the same number of samples; equal values share a bin."""
     if not bool(torch.isfinite(values).all()):
-        raise FederationError("Targets must be finite: leave samples without a target out.")
+        raise FederationError("Targets must be finite: drop samples without a target.")
     number = min(BINS, len(values))
     edges = torch.quantile(values.double(), torch.arange(1, number).double() / number)
     return torch.bucketize(values.double(), edges)

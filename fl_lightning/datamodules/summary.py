@@ -1,4 +1,4 @@
-"""A partition in numbers: who has how much of what."""
+"""Statistics of a partition."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fl_lightning.federation import ClientIndex
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a partition.
+    """Statistics of a partition.
 
     Args:
-        train: training samples of every client and class, shape (clients, classes).
-        test: test samples of every client and class, shape (clients, classes).
-        modes: every client's mode, shape (clients,); all 0 where the partition has none.
-        label_maps: every client's label permutation, shape (clients, classes), where labels are permuted.
-        global_test: size of the test set that belongs to nobody.
+        train: number of training samples of every client and class, shape (clients, classes).
+        test: number of test samples of every client and class, shape (clients, classes).
+        modes: every client's mode, shape (clients,); 0 if the partition has none.
+        label_maps: every client's label permutation, shape (clients, classes), if any.
+        global_test: size of the global test set.
     """
 
     train: Counts
@@ -41,7 +41,7 @@ class Summary:
         classes: int,
         meta: Mapping[str, Sequence[Any]] | None = None,
     ) -> Summary:
-        """Count a partition of the samples with these labels."""
+        """Count the samples of a partition."""
         known = partition.meta if meta is None else meta
         rest, maps = partition.global_test, partition.label_maps
         return cls(
@@ -60,26 +60,26 @@ class Summary:
 
     @property
     def sizes(self) -> Counts:
-        """Training samples of every client, shape (clients,)."""
+        """Number of training samples of every client, shape (clients,)."""
         sizes: Counts = self.train.sum(axis=1)
         return sizes
 
     @property
     def classes_per_client(self) -> Counts:
-        """How many classes each client trains on, shape (clients,)."""
+        """Number of classes that each client trains on, shape (clients,)."""
         held: Counts = np.count_nonzero(self.train, axis=1)
         return held
 
     @property
     def entropy(self) -> NDArray[np.float64]:
-        """Entropy of each client's training labels in bits, shape (clients,): 0 for one class, log2(C) for C alike."""
+        """Entropy of each client's training labels in bits, shape (clients,); log2(C) for C equal classes."""
         shares = self.shares
         bits: NDArray[np.float64] = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=1)
-        return np.abs(bits)  # no minus zero
+        return np.abs(bits)  # avoids -0
 
 
 def class_counts(index: ClientIndex, labels: Tensor, classes: int) -> Counts:
-    """Samples of every client and class, shape (clients, classes).
+    """Count the samples of every client and class, shape (clients, classes).
 
     Example:
         >>> import torch
@@ -92,6 +92,6 @@ def class_counts(index: ClientIndex, labels: Tensor, classes: int) -> Counts:
 
 
 def _numbered(modes: Sequence[Any]) -> NDArray[np.int64]:
-    """Modes as numbers; words by their order."""
+    """Convert modes to numbers; words by their sorted order."""
     values = np.asarray(modes)
     return (values if values.dtype.kind in "biu" else np.unique(values, return_inverse=True)[1]).astype(np.int64)

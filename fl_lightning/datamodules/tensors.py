@@ -1,4 +1,4 @@
-"""A user's own tensors as a federation."""
+"""Users' own tensors as a federation."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Indices = Sequence[Sequence[int]] | Sequence[Tensor] | Sequence[NDArray[Any]] | 
 
 
 class TensorFederation(FederatedDataModule):
-    """Own tensors or NumPy arrays, with own index lists per client or with any partition scheme.
+    """Tensors or NumPy arrays, with index lists per client or any partition scheme.
 
     Args:
         inputs: all samples, shape (n, ...), a tensor or an array.
-        targets: what is to be predicted: classes, whole numbers of shape (n,), or anything of shape (n, ...).
-        train: each client's training indices, no sample with two clients; None leaves it to ``partition``.
-        test: each client's test indices; None holds a fifth of each client's ``train`` out.
-        train_size: how many rows, from the first, a ``partition`` may take as official training rows; None means all.
-        users: who each sample belongs to, shape (n,), for the partition ``ByUser``.
-        num_classes: number of classes; one more than the greatest class unless given, 0 where targets are numbers, as
-            whole ones are that are not less than there are samples.
+        targets: classes, integers of shape (n,), or other targets of shape (n, ...).
+        train: each client's training indices, disjoint between clients; None uses ``partition``.
+        test: each client's test indices; None holds out a fifth of each client's ``train``.
+        train_size: number of official training rows, which come first, for ``partition``; None means all.
+        users: user of each sample, shape (n,), for the partition ``ByUser``.
+        num_classes: number of classes; 0 if targets are numbers. Default: the greatest class plus one, or 0 if the
+            targets cannot be classes.
         mean: subtracted from a batch's inputs, broadcast over (B, ...).
         std: divides a batch's inputs.
-        global_test: indices of a global test set, with ``train`` only.
+        global_test: indices of the global test set, with ``train`` only.
         label_maps: each client's label permutation, shape (clients, classes), with ``train`` only.
-        meta: what is known of the clients, one value each, with ``train`` only.
-        transform: ``transform(inputs, rng)`` changes one client's raw training batch when ``augment`` is on.
-        stratify: a column by which a ``partition`` deals where targets are no classes, shape (n,); made of the targets
-            unless given.
+        meta: properties of the clients, one value per client, with ``train`` only.
+        transform: ``transform(inputs, rng)`` augments one client's raw training batch if ``augment`` is on.
+        stratify: a column that ``partition`` deals by if targets are not classes, shape (n,). Default: derived from the
+            targets.
         **kwargs: as for every DataModule.
 
     Example:
@@ -80,15 +80,15 @@ class TensorFederation(FederatedDataModule):
         found = {name: None if value is None else arguments.tensor(name, value) for name, value in given.items()}
         if inputs.dim() < 1 or len(inputs) != len(targets) or not len(targets):
             raise FederationError(
-                f"There are {len(inputs) if inputs.dim() else 'no'} inputs and {len(targets)} targets: each needs the "
-                "other."
+                f"There are {len(inputs) if inputs.dim() else 'no'} inputs and {len(targets)} targets: give one target "
+                "per input."
             )
         if train is None and not (test is None and global_test is None and label_maps is None and meta is None):
             raise FederationError("test, global_test, label_maps and meta go with train: give train too.")
         if train is not None and (kwargs.get("partition") or kwargs.get("manifest")):
             raise FederationError("Give either index lists or a partition (or manifest), not both.")
         if train is not None and kwargs.get("limit") is not None:
-            raise FederationError("limit chooses among all samples: leave it out where index lists already do.")
+            raise FederationError("limit and index lists exclude each other: leave limit out.")
         whole = not targets.is_floating_point() or (targets.dim() == 1 and bool(num_classes))
         self.inputs, self.targets = inputs, targets.long() if whole else targets
         self.train_size, self.users = train_size, users.tolist() if isinstance(users, np.ndarray) else users
@@ -103,7 +103,7 @@ class TensorFederation(FederatedDataModule):
         self._meta = {k: list(v) for k, v in (meta or {}).items()}
 
     def load(self) -> Samples:
-        """The tensors as they were given."""
+        """Return the given tensors."""
         strata = self._strata
         classes = self.targets.dim() == 1 and self.num_classes and int(self.targets.min()) >= 0
         if strata is None and not classes:
@@ -114,24 +114,24 @@ class TensorFederation(FederatedDataModule):
         return Samples(self.inputs, self.targets, self.train_size, self.users, strata)
 
     def _check_unstratified(self) -> None:
-        """Refuse a partition that goes by classes where there is nothing to go by."""
+        """Refuse a partition by classes if the targets are not classes."""
         if self._train is None and self.manifest is None and not isinstance(self.partition, IID | ByUser):
             raise FederationError(
                 f"{type(self.partition).__name__} deals samples by their classes, and targets of shape "
-                f"{tuple(self.targets.shape)} are none: pass a column to deal by as stratify=, or use IID or ByUser."
+                f"{tuple(self.targets.shape)} are not classes: pass a column as stratify=, or use IID or ByUser."
             )
 
     def augmentation(self) -> Augment | None:
-        """The transform that was given."""
+        """Return the given transform."""
         return self.transform
 
     @property
     def scale(self) -> str:
-        """Own mean and deviation."""
+        """Return the given mean and standard deviation, for the fingerprint."""
         return "" if self.mean is None else hash_tensors(self.mean, self.std)
 
     def deal(self, samples: Samples) -> Partition:
-        """The lists that were given, checked; without lists what the partition says."""
+        """Return the given index lists, checked, or the partition's."""
         if self._train is None:
             return super().deal(samples)
         train, test = self._train, self._test
@@ -143,12 +143,12 @@ class TensorFederation(FederatedDataModule):
 
 
 def _index(lists: Indices) -> ClientIndex:
-    """One index from lists, tensors or an index."""
+    """Build an index from lists, tensors or an index."""
     return lists if isinstance(lists, ClientIndex) else ClientIndex.of(lists)
 
 
 def _classes(targets: Tensor) -> int:
-    """Number of classes that targets speak of, which are counted from 0; 0 if they are numbers."""
+    """Return the number of classes, which are counted from 0; 0 if targets are numbers."""
     if targets.is_floating_point():
         return 0
     classes = int(targets.max()) + 1
@@ -156,7 +156,7 @@ def _classes(targets: Tensor) -> int:
 
 
 def _check(train: ClientIndex, test: ClientIndex, rest: Tensor | None, samples: int) -> None:
-    """Refuse indices outside the data and samples that are both trained and tested on."""
+    """Refuse indices out of range and overlaps of training and test samples."""
     held = test.flat if rest is None else torch.cat((test.flat, rest))
     both = torch.cat((train.flat, held))
     if len(both) and not 0 <= int(both.min()) <= int(both.max()) < samples:
@@ -170,5 +170,5 @@ def _check(train: ClientIndex, test: ClientIndex, rest: Tensor | None, samples: 
     shared = np.intersect1d(train.flat.numpy(), held.numpy())
     if len(shared):
         raise FederationError(
-            f"{len(shared)} samples (the first is {shared[0]}) are both trained on and tested on: keep them apart."
+            f"{len(shared)} samples (the first is {shared[0]}) are in training and test lists: remove them from one."
         )

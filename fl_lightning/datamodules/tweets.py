@@ -1,7 +1,6 @@
 """A tokenizer for tweets: mentions, links, hashtags, emoticons and elongated words.
 
-Whole blocks of tweets are tokenized at once, one regular expression after the other, so that nothing is done tweet by
-tweet in Python.
+Each regular expression is applied to a whole block of tweets, so that Python does not loop over tweets.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-#: Goes up whenever the tokens of some tweet change, so that caches of older tokens are not used.
+#: Increase this whenever the tokens of some tweet change, to invalidate caches.
 VERSION = 1
 EMPTY = "<empty>"
 _LINK = re.compile(r"(?:https?://|www\.|\b(?:bit\.ly|is\.gd|tinyurl\.com|twitpic\.com)/)\S+", re.IGNORECASE)
@@ -29,7 +28,7 @@ _TOKEN = re.compile(rf"\n|<(?:url|user|hashtag|number|empty)>|(?:(?<!\w){_EMOTIC
 
 
 def tokenize_block(tweets: Iterable[str]) -> list[str]:
-    r"""Tokens of many tweets in one list, with a line feed after every tweet.
+    r"""Tokenize many tweets into one list, with a line feed after every tweet.
 
     Example:
         >>> tokenize_block(["@ann I'm sooooo happy!!! :-) http://x.co/y", "&lt;3 #monday 24"])
@@ -49,12 +48,12 @@ def tokenize_block(tweets: Iterable[str]) -> list[str]:
 
 
 def tokenize(tweet: str) -> list[str]:
-    """Tokens of one tweet; a tweet without any has the token ``<empty>``."""
+    """Tokenize one tweet; a tweet without tokens has the token ``<empty>``."""
     return tokenize_block([tweet])[:-1]
 
 
 def mask(tokens: Tensor) -> Tensor:
-    """Where there is a token rather than padding, as booleans of the same shape; padding is token 0.
+    """Return True for tokens and False for padding (token 0), with the same shape.
 
     Example:
         >>> import torch
@@ -65,7 +64,7 @@ def mask(tokens: Tensor) -> Tensor:
 
 
 class _Case(dict[str, str]):
-    """Words in lower case, emoticons as they are; every distinct token is looked at once."""
+    """Lowercases words, but not emoticons; caches every distinct token."""
 
     def __missing__(self, token: str) -> str:
         plain = self[token] = token if _FACE.fullmatch(token) else token.lower()

@@ -1,4 +1,4 @@
-"""FedBPS: the weights of which clients are least certain, or agree least, stay with them."""
+"""FedBPS: personalise the weights that clients are least certain of or disagree on most."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fl_lightning.parties import Me, Reply
 from fl_lightning.ranges import Positive, Share
 from fl_lightning.wire import Message, State, message_weights, pack_bits, prefixed, under, unpack_bits, without
 
-#: Prefixes of a client's variances and of its own model, and the name of the packed mask.
+#: Prefixes of a client's variances and its own model, and the name of the packed mask.
 VARIANCE, OWN, MASK = "variance.", "own.", "mask"
-#: How often each kind of curvature draws, unless something else is asked for.
+#: Default number of draws for each kind of curvature.
 DRAWS: dict[str, int] = {"fisher": 1, "ggn": 1, "hessian": 100}
 
 
@@ -39,20 +39,20 @@ class FedBPS(FederatedModule):
 
         w_g = sum_i p_i w_i,    v_g = sum_i p_i v_i + sum_i p_i (w_i - w_g)^2,
 
-    and marks the round(p P) parameters with the largest v_g, ties by their order, in a mask M. A client goes on from
-    w_i M + w_g (1 - M), with which it is also evaluated; one that never trained has w_g. M is made anew in every round,
-    so that a parameter may come back. Buffers are averaged.
+    and marks the round(p P) parameters with the largest v_g, ties by their order, in a mask M. A client continues from
+    w_i M + w_g (1 - M), with which it is also evaluated; a client that never trained uses w_g. M is recomputed in every
+    round, so that a parameter may become shared again. Buffers are averaged.
 
-    With ``p: auto`` the run begins with short trials on clients' training data, a part of which is held out to score
-    them, and goes on, from the beginning, with the p that did best; no test sample is looked at.
+    With ``p: auto`` the run begins with short trials on the clients' training data, a fraction of which is held out to
+    score them, and then starts over with the best p. No test samples are used.
 
     Args:
         net: the network.
-        p: share of the parameters that is personal, 0 (FedAvg) to 1 (Local), or ``auto``.
-        ranking: rank all parameters together (``global``), or those of every tensor (``per_tensor``).
+        p: share of personal parameters, 0 (FedAvg) to 1 (Local), or ``auto``.
+        ranking: rank all parameters together (``global``) or within each tensor (``per_tensor``).
         prior_precision: delta, the inverse of the largest variance.
-        laplace: how clients estimate variances; see :class:`~fl_lightning.methods.settings.Laplace`.
-        trials: how ``p: auto`` chooses; see :class:`~fl_lightning.methods.settings.Trials`.
+        laplace: options of the clients' variance estimates; see :class:`~fl_lightning.methods.settings.Laplace`.
+        trials: options of ``p: auto``; see :class:`~fl_lightning.methods.settings.Trials`.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -86,15 +86,15 @@ class FedBPS(FederatedModule):
 
     @property
     def p(self) -> float:
-        """The share of personal parameters, given or chosen."""
+        """Share of personal parameters, given or chosen."""
         if self.given_p != "auto":
             return self.given_p
         if int(self.chosen) < 0:
-            raise FederationError("p is chosen when the run begins: it is not known before.")
+            raise FederationError("p is chosen at the start of the run and not known before.")
         return self.trials.values[int(self.chosen)]
 
     def on_fit_start(self) -> None:
-        """Choose p, if it is to be chosen and was not yet."""
+        """Choose p if it is ``auto`` and was not chosen yet."""
         super().on_fit_start()
         if self.given_p == "auto" and int(self.chosen) < 0:
             if not self.exchange.simulated:
@@ -107,7 +107,7 @@ class FedBPS(FederatedModule):
     # client
 
     def enter(self, received: State, me: Me) -> State:
-        """The client's own weights where the mask says so, else the server's."""
+        """Return the client's own weights where the mask is set, else the server's."""
         state = super().enter(received, replace(me, private=without(OWN, me.private)))
         return state | self._mixed(state, under(OWN, me.private), state.pop(MASK))
 
@@ -122,12 +122,12 @@ class FedBPS(FederatedModule):
             state.update(prefixed(VARIANCE, posterior_variance(curvature, len(own), self.prior_precision)))
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """Model and variances go up; the model also stays."""
+        """Send model and variances; keep the model."""
         variance = {VARIANCE + name: state[VARIANCE + name] for name in self.sizes}
         return super().leave(state, received, me).plus(up=variance, keep=prefixed(OWN, state, self.sizes))
 
     def personal(self, received: State, me: Me) -> State:
-        """The client's own weights where the mask says so, else the server's."""
+        """Return the client's own weights where the mask is set, else the server's."""
         state = super().personal(received, me)
         return state | self._mixed(state, under(OWN, me.private), received[MASK])
 
@@ -138,11 +138,11 @@ class FedBPS(FederatedModule):
     # server
 
     def evaluation_down(self, client: int) -> State:
-        """The server's model and the mask, a bit for each parameter."""
+        """Return the server's model and the mask, one bit per parameter."""
         return super().evaluation_down(client) | {MASK: self.mask}
 
     def aggregate(self, messages: list[Message]) -> State:
-        """The mean model; the mask follows from the matched moments."""
+        """Average the models and compute the mask from the matched moments."""
         weights = message_weights(messages, self.weighting)
         mean = self.mean(messages, weights, self.shared_names)
         within, between = self.moments(messages, weights)
@@ -153,7 +153,7 @@ class FedBPS(FederatedModule):
         return mean
 
     def moments(self, messages: list[Message], weights: list[float]) -> tuple[Tensor, Tensor]:
-        """Both terms of v_g: the clients' mean variance and the variance of their means, float64, shape (P,)."""
+        """Return both terms of v_g: the clients' mean variance and the variance of their means, float64, shape (P,)."""
         means = [self._flat(message.tensors) for message in messages]
         mean = sum(weight * own for weight, own in zip(weights, means, strict=True))
         pairs = list(zip(weights, messages, means, strict=True))
@@ -164,14 +164,14 @@ class FedBPS(FederatedModule):
         return within, between
 
     def select(self, variance: Tensor) -> Tensor:
-        """The mask: the round(p P) largest variances, of all parameters or of every tensor; bool, shape (P,)."""
+        """Return the mask of the round(p P) largest variances, overall or per tensor; bool, shape (P,)."""
         if self.ranking == "global":
             return largest(variance, round(self.p * len(variance)))
         parts = self._by_name(variance).values()
         return torch.cat([largest(part, round(self.p * len(part))) for part in parts])
 
     def round_metrics(self) -> dict[str, float]:
-        """Share of personal parameters by layer, and how the two terms of the variance compare."""
+        """Return the share of personal parameters by layer and the ratio of the variance's terms."""
         return self._metrics
 
     def _shares(self, personal: Tensor) -> dict[str, float]:
@@ -191,7 +191,7 @@ class FedBPS(FederatedModule):
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """A mask of exactly ``count`` entries, the largest; of equal ones those that come first.
+    """Return a mask of the ``count`` largest entries; the first ones among equals.
 
     Example:
         >>> largest(torch.tensor([1.0, 3.0, 3.0, 3.0]), 2).tolist()

@@ -16,22 +16,22 @@ from fl_lightning.parties import LocalData, Me, Stage
 from fl_lightning.wire import State
 
 Groups = Literal["random", "dominant"]
-#: The entry by which a client tells its dominant class.
+#: The entry with a client's dominant class.
 DOMINANT = "dominant"
 
 
 class FedCluster(ClusteredModule):
-    """One model that visits Q groups of clients, one after the other, in every round.
+    """One shared model that visits Q groups of clients one after the other in every round.
 
-    Groups are formed once and differ in size by one client at most. A round visits those that have clients in the
-    cohort, in a random order; the clients of a group train from the model that the groups before it left and the server
-    takes their mean. So a round is up to Q steps of the server, and the model is the same for everyone.
+    Groups are formed once and differ in size by at most one client. A round visits the groups with clients in the
+    cohort, in random order; the clients of a group train from the model of the group before, and the server averages
+    their models. A round has up to Q server steps, and all clients share the model.
 
     Args:
         net: the network.
         clusters: number of groups Q, at most the number of clients; with one group this is FedAvg.
-        groups: form groups at ``random``, or of clients with the same ``dominant`` class, as far as sizes allow; for
-            the latter clients tell these classes when they join.
+        groups: form groups at ``random``, or of clients with the same ``dominant`` class, as far as sizes allow; in the
+            latter case clients send their dominant class when they join.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -44,13 +44,13 @@ class FedCluster(ClusteredModule):
     # client
 
     def introduce(self, me: Me) -> State:
-        """The class that the client has most training samples of, if groups are formed by it."""
+        """Return the client's dominant class if groups are formed by it."""
         return {DOMINANT: dominant_class(me.data)} if self.groups == "dominant" else {}
 
     # server
 
     def setup(self, stage: str) -> None:
-        """Refuse more groups than there are clients, and groups by classes that some have not told."""
+        """Refuse more groups than clients, and groups by dominant class if some clients have not joined."""
         super().setup(stage)
         clients = len(self.roster)
         if self.clusters > clients:
@@ -59,16 +59,16 @@ class FedCluster(ClusteredModule):
             )
         if self.groups == "dominant" and any(DOMINANT not in client.told for client in self.roster):
             raise FederationError(
-                "groups='dominant' divides clients by what they tell when they join, so that all have to join before "
-                "the run begins: leave min_clients out, or take groups='random'."
+                "groups='dominant' divides clients by the class they send when they join, so all must join before the "
+                "run begins: leave min_clients out, or use groups='random'."
             )
 
     def cluster_of(self, client: int) -> int:
-        """The client's group."""
+        """Return the client's group."""
         return self.assignment()[client]
 
     def assignment(self) -> list[int]:
-        """The group of every client: a pure function of the seed and of what the clients told."""
+        """Return every client's group: a pure function of the seed and the clients' dominant classes."""
         clients = range(len(self.roster))
         if self.groups == "random":
             return balanced(seeding.stream(self.seed, "clusters"), len(clients), self.clusters)
@@ -77,12 +77,12 @@ class FedCluster(ClusteredModule):
         return [place[client] * self.clusters // len(order) for client in clients]
 
     def stages(self, round: int, cohort: list[int]) -> Sequence[Stage]:
-        """One stage per group, in a random order."""
+        """Return one stage per group, in random order."""
         groups = self.assignment()
         order = seeding.stream(self.seed, "visits", round).permutation(self.clusters)
         return [Stage([client for client in cohort if groups[client] == q], f"group {q}") for q in order.tolist()]
 
 
 def dominant_class(data: LocalData) -> Tensor:
-    """The class that a client has most training samples of, in its own labelling; the first of equal ones."""
+    """Return a client's most frequent training class, in its own labelling; the first one among equals."""
     return torch.bincount(data.labels()).argmax()

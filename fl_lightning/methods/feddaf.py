@@ -33,29 +33,28 @@ MEASURED = "statistics."
 
 
 class FedDAF(FederatedModule):
-    """FedAvg whose weights come from what the clients' normalisation layers say of their data.
+    """FedAvg with weights computed from the statistics of the clients' normalisation layers.
 
-    A client's statistics d_k = (mu, sigma, beta, gamma) describe its distribution. From time to time the server fits a
+    A client's statistics d_k = (mu, sigma, beta, gamma) describe its distribution. Periodically, the server fits a
     variational autoencoder to the d_k of all clients, which allocates each to some of M virtual components; a client's
-    weight is its share of the components it belongs to (:func:`~fl_lightning.methods.lib.fusion.fusion_weights`).
+    weight is its share of its components (:func:`~fl_lightning.methods.lib.fusion.fusion_weights`).
 
-    BatchNorm's statistics travel inside the model. GroupNorm and LayerNorm keep none, and neither do bare features
-    (``feature_stats``): clients measure them with their trained model in rounds in which the server refits, and send
-    them beside the model, under names that begin with ``statistics.``.
+    BatchNorm's statistics are part of the model. GroupNorm, LayerNorm and plain features (``feature_stats``) have none:
+    clients measure them with their trained model in rounds with a refit, and send them with the model under names that
+    begin with ``statistics.``.
 
-    Between refits a client's weight stays the same multiple of its FedAvg weight, so that those present share what the
-    absent leave. Clients that were in no refit have their FedAvg weight.
+    Between refits, a client's weight is a constant multiple of its FedAvg weight, renormalised over the cohort. Clients
+    that took part in no refit have their FedAvg weight.
 
     Args:
         net: the network.
         warmup: rounds of plain FedAvg before the first fit.
-        refit_every: rounds between two fits.
-        latents: components' latents are ``shared`` by the clients, or inferred for each (``per_client``).
-        add_norm: put normalisation layers into a net that has none.
-        feature_stats: describe clients by mean and deviation of features instead of normalisation layers; None does so
-            where the net has no normalisation layers, and ``add_norm`` adds none.
-        inference: how the server infers distributions and makes weights of them; see
-            :class:`~fl_lightning.methods.settings.Inference`.
+        refit_every: rounds between fits.
+        latents: latents of components are ``shared`` by the clients, or inferred for each (``per_client``).
+        add_norm: add normalisation layers to a net without any.
+        feature_stats: describe clients by mean and standard deviation of features instead of normalisation layers; None
+            does so if the net has no normalisation layers and ``add_norm`` is off.
+        inference: options of the server's inference; see :class:`~fl_lightning.methods.settings.Inference`.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -82,25 +81,25 @@ class FedDAF(FederatedModule):
         self.warmup, self.refit_every, self.feature_stats = warmup, refit_every, feature_stats
         self.inference = how = Inference.of(inference, "inference")
         self.fusion = Fusion(how.components, latents == "shared", how.steps, how.basis, how.adaptive)
-        #: Weight of a client as a multiple of its FedAvg weight.
+        #: Weight of each client as a multiple of its FedAvg weight.
         self.multiples: dict[int, float] = {}
         #: Weights of the last round's clients.
         self.client_weights: dict[int, float] = {}
 
     def refits(self, round: int) -> bool:
-        """Whether the server fits its autoencoder in a round."""
+        """Whether the server fits its autoencoder in this round."""
         return round >= self.warmup and (round - self.warmup) % self.refit_every == 0
 
     # client
 
     def measure(self, state: State, batches: Iterable[Tensor]) -> LayerStatistics:
-        """Statistics that a model does not hold itself, measured on some samples."""
+        """Measure statistics that are not part of the model."""
         layers = list(feature_layers(self.net)) if self.feature_stats else without_running(self.net)
         of: Literal["input", "output"] = "output" if self.feature_stats else "input"
         return measured_statistics(self, state, batches, layers, of) if layers else {}
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """The trained model, and in rounds of refit what has to be measured on the client's data."""
+        """Send the trained model and, in rounds with a refit, measured statistics of the client's data."""
         reply = super().leave(state, received, me)
         if not self.refits(me.round):
             return reply
@@ -111,12 +110,12 @@ class FedDAF(FederatedModule):
     # server
 
     def on_fit_start(self) -> None:
-        """Measure made-up samples, so that a net of which that is not possible is refused before it is trained."""
+        """Measure random samples, so that unsupported nets are refused before training."""
         super().on_fit_start()
         self.measure(self.server_state(), [self.example()])
 
     def describe(self, tensors: State) -> Tensor:
-        """d_k of an up message, float64, shape (D,): layer by layer mu, sigma, beta, gamma as far as there are any."""
+        """Return d_k of a message: mu, sigma, beta, gamma (if present) by layer, float64, shape (D,)."""
         layers = {} if self.feature_stats else model_statistics(self.net, tensors)
         for name, value in tensors.items():
             if name.startswith(MEASURED):
@@ -125,7 +124,7 @@ class FedDAF(FederatedModule):
         return torch.cat([own[kind] for own in layers.values() for kind in STATISTICS if kind in own]).cpu()
 
     def aggregate(self, messages: list[Message]) -> State:
-        """The mean under the fusion weights, which are inferred anew when it is time."""
+        """Average the models with the fusion weights, which are refitted first if due."""
         if self.refits(self.completed_rounds) and len(messages) > 1:
             self.multiples |= self._infer(messages)
         multiples = torch.tensor([self.multiples.get(m.client, 1.0) for m in messages], dtype=torch.float64)
@@ -137,7 +136,7 @@ class FedDAF(FederatedModule):
         return self.mean(messages, weights.tolist(), self.shared_names)
 
     def _infer(self, messages: list[Message]) -> dict[int, float]:
-        """Refit; the weights of the clients that sent the messages, as multiples of their FedAvg weights."""
+        """Refit; return the clients' weights as multiples of their FedAvg weights."""
         clients, round = [m.client for m in messages], self.completed_rounds
         rngs = {client: seeding.stream(self.seed, "fusion", round, client) for client in clients}
         rngs[-1] = seeding.stream(self.seed, "fusion.server", round)
@@ -157,11 +156,11 @@ class FedDAF(FederatedModule):
         return b, belonging(b, c)
 
     def _sizes(self, messages: list[Message]) -> Tensor:
-        """n_k, or 1 for all if clients are weighted uniformly, shape (K,)."""
+        """Return n_k, or 1 for all clients if weighted uniformly, shape (K,)."""
         return torch.tensor([m.samples if self.weighting == "samples" else 1 for m in messages]).double()
 
     def round_metrics(self) -> dict[str, float]:
-        """Largest weight and effective number of clients, 1 / sum a_k^2; after a fit its components and error."""
+        """Return largest weight and effective number of clients, 1 / sum a_k^2; after a fit, components and error."""
         weights = list(self.client_weights.values())
         found = {"fusion/largest": max(weights), "fusion/effective": 1 / sum(w * w for w in weights)}
         if self.fusion.vae is not None:
@@ -169,11 +168,11 @@ class FedDAF(FederatedModule):
         return found
 
     def server_extras(self) -> dict[str, Any]:
-        """The autoencoder, whose size changes, and the clients' weights."""
+        """Return the autoencoder, whose size changes, and the clients' weights."""
         return {**self.fusion.state_dict(), "multiples": dict(self.multiples)}
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
-        """Bring them back."""
+        """Restore the server's state."""
         self.fusion.load_state_dict(extras)
         self.multiples = {int(client): float(value) for client, value in extras["multiples"].items()}
 
@@ -188,6 +187,6 @@ def _check_net(net: nn.Module, add_norm: bool, feature_stats: bool) -> None:
         raise FederationError(f"{name} has normalisation layers already ({found[0]}): leave add_norm out.")
     if not (add_norm or feature_stats or norm_layers(net)):
         raise FederationError(
-            f"FedDAF reads statistics of normalisation layers and {name} has none: take a net that has some, such as "
+            f"FedDAF reads statistics of normalisation layers and {name} has none: use a net with some, such as "
             "LeNetBN, or set add_norm=True or feature_stats=True."
         )

@@ -14,12 +14,12 @@ from fl_lightning.nets import FedNet, group_norm
 class FedGN(FedAvg):
     """FedAvg on a copy of the net in which every BatchNorm is a GroupNorm (:func:`~fl_lightning.nets.group_norm`).
 
-    Running statistics of clients with different data average badly; GroupNorm has none, and a sample's output does not
-    depend on its batch. LayerNorm stays: it is a GroupNorm with one group.
+    Averaging running statistics of clients with different data works poorly; GroupNorm has none, and a sample's output
+    does not depend on its batch. LayerNorm is kept: it is a GroupNorm with one group.
 
     Args:
-        net: the network; one without normalisation layers stays as it is, with a warning.
-        groups: a layer has at most so many groups, and at least two channels in each.
+        net: the network; one without normalisation layers is not changed, with a warning.
+        groups: maximum number of groups in a layer; each has at least two channels.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -27,7 +27,7 @@ class FedGN(FedAvg):
         turned = group_norm(FedNet.from_spec(net) if isinstance(net, dict) else net, groups)
         if not any(isinstance(module, nn.GroupNorm | nn.LayerNorm) for module in turned.modules()):
             rank_zero_warn(
-                f"{type(turned).__name__} has no normalisation layer, so FedGN is FedAvg: take a net with BatchNorm, "
+                f"{type(turned).__name__} has no normalisation layer, so FedGN is FedAvg: use a net with BatchNorm, "
                 "such as LeNetBN instead of LeNet5."
             )
         super().__init__(turned, **kwargs)

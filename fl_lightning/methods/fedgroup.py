@@ -1,4 +1,4 @@
-"""FedGroup (Duan et al., 2020): groups of clients whose first updates point the same way."""
+"""FedGroup (Duan et al., 2020): groups of clients with first updates of similar direction."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from fl_lightning.parties import Me, Reply, Stage
 from fl_lightning.ranges import Count
 from fl_lightning.wire import Message, State, message_weights, prefixed, under
 
-#: Clients, for each group, that groups are formed of.
+#: Number of clients per group in the cold start.
 PER_GROUP = 20
-#: Names of the two stages that come before the first round.
+#: Names of the two stages before the first round.
 COLD, JOIN = "cold start", "newcomers"
-#: Prefixes of w0 and of the groups' references in a message to a client without a group, and of its trained entries.
+#: Prefixes of w0, of the groups' references (sent to clients without a group) and of trained entries.
 START, REFERENCE, TRAINED = "start.", "reference.", "trained."
-#: Singular values below this part of the largest, and digits of cosines beyond these, are rounding.
+#: Singular values below this fraction of the largest and further digits of cosines are rounding errors.
 RANK, DIGITS = 1e-6, 9
-#: Entries of an update that are worked on at once.
+#: Number of entries of an update processed at once.
 CHUNK = 1 << 18
 
 
 class FedGroup(ChosenClusters):
-    """A cold start forms Q groups; then FedAvg inside each of them.
+    """Form Q groups in a cold start, then run FedAvg in each of them.
 
     Cold start: ``min(20 Q, K)`` clients each take a few SGD steps from the initial model w0, to w_k. Their updates
     dw_k = w_k - w0 are described by their cosines with the first Q right singular vectors of the matrix of all dw, and
-    k-means (k-means++, ten restarts) divides the clients by these. A group's model becomes w0 + mean dw of its members,
-    and mean dw is the group's reference. All other clients then take the same steps and join the group with the least
-    (1 - cos(dw_k, reference)) / 2. Groups never change after that.
+    k-means (k-means++, ten restarts) clusters the clients by these. A group's model becomes w0 + mean dw of its
+    members, and mean dw is the group's reference. All other clients then take the same steps and join the group with
+    the smallest (1 - cos(dw_k, reference)) / 2. Groups do not change afterwards.
 
-    The first round of the first fit begins with the cold start, of which the clients keep nothing. A group that has no
-    client, because there are fewer different clients than groups, keeps w0 and is joined by nobody.
+    The first round of the first fit begins with the cold start; clients keep no state from it. A group without clients,
+    if there are fewer different clients than groups, keeps w0 and stays empty.
 
     Args:
         net: the network.
@@ -63,20 +63,20 @@ class FedGroup(ChosenClusters):
 
     @property
     def cold(self) -> Plan:
-        """The few SGD steps of the cold start."""
+        """Plan of the cold start: a few SGD steps."""
         return fitting(self, self.trainable_names, self.cold_steps, self.cold_steps, COLD)
 
     def plan(self, me: Me) -> LocalMethod:
-        """The steps of the cold start in its stages, else a round of FedAvg."""
+        """Return the cold start's plan in its stages, else a round of FedAvg."""
         return self.cold if me.stage in (COLD, JOIN) else super().plan(me)
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """The trained model; of the cold start nothing is kept."""
+        """Send the trained model; keep nothing of the cold start."""
         reply = super().leave(state, received, me)
         return reply._replace(keep=None) if me.stage in (COLD, JOIN) else reply
 
     def settle(self, received: Sequence[State], mes: Sequence[Me]) -> Sequence[State]:
-        """Clients without a group take the steps of the cold start to find theirs."""
+        """Let clients without a group take the steps of the cold start to choose theirs."""
         starts = {i: under(START, message) for i, message in enumerate(received) if self.chooses(message)}
         new = [i for i, start in starts.items() if mes[i].memory.get(JOIN, start) is None]
         if new:
@@ -86,7 +86,7 @@ class FedGroup(ChosenClusters):
         return [(i in starts and mes[i].memory.get(JOIN, starts[i])) or {} for i in range(len(mes))]
 
     def choose(self, received: State, me: Me) -> int:
-        """The group whose reference is nearest in direction to the client's update."""
+        """Return the group whose reference is nearest in direction to the client's update."""
         references = {q: under(f"{REFERENCE}{q}.", received) for q in range(self.clusters)}
         update = update_of(under(TRAINED, me.private), under(START, received))
         return nearest(update, {q: reference for q, reference in references.items() if reference})
@@ -94,9 +94,9 @@ class FedGroup(ChosenClusters):
     # server
 
     def stages(self, round: int, cohort: list[int]) -> Sequence[Stage]:
-        """The first round begins with the cold start, of some clients and then of the others.
+        """Return the round's stages; the first round begins with the cold start, in two stages.
 
-        Groups that an earlier fit formed go on; those of a round that is resumed after its cold start are its own.
+        Groups of an earlier fit, or of a round resumed after its cold start, are kept.
         """
         formed = self.references and not self.completed_stages
         if round or formed:
@@ -112,22 +112,22 @@ class FedGroup(ChosenClusters):
         ]
 
     def first_model(self, start: State) -> State:
-        """The shared entries of w0."""
+        """Return the shared entries of w0."""
         return {name: start[name].to(self.device) for name in self.shared_names if not self.resets(name)}
 
     def knows(self, client: int) -> int | None:
-        """The client's group; before there are any, the first."""
+        """Return the client's group; the first one before groups are formed."""
         return self.groups.get(client) if self.references else 0
 
     def all_models(self) -> State:
-        """All models, with w0 and the references that a client without a group chooses by."""
+        """Return all models, w0 and the references, from which a client without a group chooses."""
         start = prefixed(START, {name: value.to(self.device) for name, value in self.start.items()}, self.shared_names)
         references = {f"{REFERENCE}{q}.{n}": v for q, state in self.references.items() for n, v in state.items()}
         return super().all_models() | start | references
 
     @torch.no_grad()
     def form(self, messages: list[Message]) -> State:
-        """Form the groups of clients that were picked, and give them their models, whatever the server's optimizer."""
+        """Form groups of the cold start's clients and set their models, regardless of the server's optimizer."""
         self.start = {name: value.clone() for name, value in self.model_state(0).items()}
         updates = [self.update_of(message.tensors) for message in messages]
         features = cosine_features(gram_matrix(updates), self.clusters)
@@ -145,33 +145,33 @@ class FedGroup(ChosenClusters):
         return {}
 
     def admit(self, messages: list[Message]) -> State:
-        """Let the other clients join the groups nearest to them."""
+        """Assign the other clients to their nearest groups."""
         self.groups |= {m.client: nearest(self.update_of(m.tensors), self.references) for m in messages}
         return {}
 
     def update_of(self, trained: State) -> State:
-        """w_k - w0, over trainable parameters that are shared."""
+        """Return w_k - w0 over shared trainable parameters."""
         names = [name for name in self.trainable_names if name in self.shared_names]
         return update_of({name: trained[name] for name in names}, self.start)
 
     def server_extras(self) -> dict[str, Any]:
-        """The groups, w0 and the groups' references."""
+        """Return the groups, w0 and the groups' references."""
         references = {group: dict(state) for group, state in self.references.items()}
         return {"groups": dict(self.groups), "start": dict(self.start), "references": references}
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
-        """Bring them back."""
+        """Restore the server's state."""
         self.groups, self.start = dict(extras["groups"]), dict(extras["start"])
         self.references = dict(extras["references"])
 
 
 def update_of(trained: State, start: State) -> State:
-    """w_k - w0, over the entries that both have."""
+    """Return w_k - w0 over common entries."""
     return {name: value - start[name].to(value) for name, value in trained.items() if name in start}
 
 
 def nearest(update: State, references: Mapping[int, State]) -> int:
-    """The group whose reference is nearest in direction to an update."""
+    """Return the group whose reference is nearest in direction to an update."""
     distances: dict[int, float] = {}
     for group, reference in references.items():
         products = gram_matrix([update, reference])
@@ -181,7 +181,7 @@ def nearest(update: State, references: Mapping[int, State]) -> int:
 
 
 def gram_matrix(updates: Sequence[State]) -> np.ndarray[Any, Any]:
-    """Inner products of updates over all of their entries, in float64, shape (K, K)."""
+    """Return inner products of updates over all entries, float64, shape (K, K)."""
     total = torch.zeros(len(updates), len(updates), dtype=torch.float64)
     for name in updates[0]:
         rows = torch.stack([update[name].flatten().to(updates[0][name]) for update in updates])
@@ -192,16 +192,16 @@ def gram_matrix(updates: Sequence[State]) -> np.ndarray[Any, Any]:
 
 
 def cosine_features(gram: np.ndarray[Any, Any], directions: int) -> np.ndarray[Any, Any]:
-    """Cosines of updates with the first right singular vectors of the matrix of updates, shape (K, directions).
+    """Return cosines of updates with the first right singular vectors of the update matrix, shape (K, directions).
 
-    With D = U S V^T the product of row k and direction q is (D V)_kq = (U S)_kq, and U and S^2 are eigenvectors and
-    eigenvalues of the small matrix D D^T: exact, and without a matrix of clients by parameters. Signs of singular
-    vectors are arbitrary; k-means does not see them. An update of length 0 has the cosines 0. What is within rounding
-    is made equal, so that clients with the same data are never told apart.
+    With D = U S V^T, the product of row k and direction q is (D V)_kq = (U S)_kq, and U and S^2 are eigenvectors and
+    eigenvalues of the small matrix D D^T: exact, and without a matrix of clients by parameters. The arbitrary signs of
+    singular vectors do not affect k-means. An update of length 0 has cosines 0. Differences within rounding are
+    removed, so that clients with the same data stay together.
 
     Args:
         gram: D D^T, shape (K, K).
-        directions: number of directions; those beyond the rank have the cosines 0.
+        directions: number of directions; those beyond the rank have cosines 0.
     """
     values, vectors = np.linalg.eigh(gram)
     lengths = np.sqrt(np.clip(np.diag(gram), 0, None))
@@ -214,7 +214,7 @@ def cosine_features(gram: np.ndarray[Any, Any], directions: int) -> np.ndarray[A
 
 
 def k_means(features: np.ndarray[Any, Any], clusters: int, seed: int) -> list[int]:
-    """The cluster of every row; where there are fewer different rows than clusters some stay empty."""
+    """Return the cluster of every row; some stay empty if there are fewer different rows than clusters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different rows than clusters
         means = KMeans(min(clusters, len(features)), init="k-means++", n_init=10, random_state=seed)

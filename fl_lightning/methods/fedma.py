@@ -1,4 +1,4 @@
-"""FedMA (Wang et al., 2020, "Federated Learning with Matched Averaging"): hidden units are matched, then averaged."""
+"""FedMA (Wang et al., 2020, "Federated Learning with Matched Averaging"): match hidden units, then average."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ from fl_lightning.parties import Me, Reply
 from fl_lightning.ranges import CountOrZero, Positive
 from fl_lightning.wire import Message, State, message_weights, prefixed, under
 
-#: Layers may grow to this many times the width they began with.
+#: Maximum growth of a layer as a multiple of its initial width.
 GROWTH = 2
-#: Prefix of the layers that a client trains on until they are matched, and the entry that says where its units went.
+#: Prefix of the layers that stay with a client until they are matched, and the entry with its units' permutation.
 OWN, PLACES = "own.", "matching.places"
 
 
 class FedMA(FederatedModule):
-    """FedAvg over units that correspond: each client's hidden units are brought into a common order first.
+    """FedAvg after matching: each client's hidden units are first permuted into a common order.
 
-    From input to output, the units of a layer are described by the weights that make them and matched
-    (:class:`~fl_lightning.methods.lib.matching.Matching`), starting from those of the model that was sent out. All
-    tensors that hold something of a unit move with it (:class:`~fl_lightning.nets.units.Units`), then the models are
-    averaged.
+    From input to output, the units of a layer are described by their incoming weights and matched
+    (:class:`~fl_lightning.methods.lib.matching.Matching`), starting from the units of the received model. All tensors
+    with a unit's entries are permuted with it (:class:`~fl_lightning.nets.units.Units`), then the models are averaged.
 
-    The paper's own schedule (``layerwise``) takes a round per layer: the server matches one layer, clients take it over
-    as it is and train on those above, which stay their own until it is their turn.
+    The paper's schedule (``layerwise``) takes one round per layer: the server matches a layer, clients freeze it and
+    train the layers above, which stay private until their turn.
 
     Args:
         net: the network: a chain of layers, one of torchvision's blocks, or one that declares its units.
-        mode: ``fixed_width`` only permutes units; ``grow`` may add some, up to twice a layer's width.
+        mode: ``fixed_width`` only permutes units; ``grow`` may add units, up to twice a layer's width.
         layerwise: match one layer per round and freeze it until the others have been matched.
         sigma: standard deviation of a client's unit around the matched one.
         sigma0: standard deviation of matched units around zero.
-        gamma0: how readily units are added.
-        sweeps: how often every client is matched anew.
+        gamma0: concentration of the prior; larger values add units more readily.
+        sweeps: maximum number of rematching passes over the clients.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    aggregates_by_mean = takes_rules = False  # the clients' weights decide which units are averaged
+    aggregates_by_mean = takes_rules = False  # matching depends on the clients' weights
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class FedMA(FederatedModule):
         super().__init__(net, **kwargs)
         if self.local.keep_optimizer:
             raise FederationError(
-                "FedMA moves hidden units about, and moments that a client keeps would stay behind: leave "
+                "FedMA permutes hidden units, which would not match the moments that a client keeps: leave "
                 "keep_optimizer out."
             )
         self.mode = mode
@@ -76,22 +75,22 @@ class FedMA(FederatedModule):
                 "mode='grow' changes the net's shapes: leave out layerwise, server_optimizer and buffers."
             )
         if self.buffers_policy == "keep":
-            raise FederationError("FedMA moves running statistics with their units: buffers must not be keep.")
+            raise FederationError("FedMA permutes running statistics with their units: buffers must not be keep.")
         if layerwise and kwargs.get("store") is not None:
-            raise FederationError("layerwise=True lets clients keep other layers after every round: leave store out.")
+            raise FederationError("layerwise=True changes which layers clients keep: leave store out.")
         self.layerwise, self.matching = layerwise, Matching(sigma, sigma0, gamma0, sweeps)
         self.units: list[Units] = []
-        #: Widths that the layers began with.
+        #: Initial widths of the layers.
         self.widths: list[int] = []
-        #: Where the units of the layer matched last went, by client.
+        #: Permutation of the last matched layer's units, by client.
         self.places: dict[int, Tensor] = {}
         self._stages: dict[str, int] = {}
         self._moved = 0.0
 
-    # the net's units, which both sides find
+    # both sides: the net's units
 
     def ready(self, x: Tensor) -> None:
-        """Find the net's units by a look at a few inputs, unless they are known."""
+        """Find the net's units from a few inputs, unless known."""
         if self.units:
             return
         declare = getattr(self.net, "units", None)  # any module may have it
@@ -102,26 +101,26 @@ class FedMA(FederatedModule):
         self.widths = self.widths or [units.width for units in self.units]
         if self.mode == "grow" and not all(units.fills(state) for units in self.units):
             raise FederationError(
-                f"mode='grow' needs units that take whole dimensions, which those of {type(self.net).__name__} do not: "
+                f"mode='grow' requires units that span whole dimensions, unlike those of {type(self.net).__name__}: "
                 "use fixed_width."
             )
         self._stages = stages_of(self.net, self.units)
 
     def turn(self, round: int) -> int:
-        """Which layer a round is about; the last stage is that of what comes after all hidden layers."""
+        """Return the layer matched in a round; the last stage averages everything after the hidden layers."""
         return round % (len(self.units) + 1) if self.layerwise else 0
 
     # client
 
     def plan(self, me: Me) -> LocalMethod:
-        """Layers that were matched are not trained."""
+        """Freeze layers that are already matched."""
         if not self.layerwise:
             return self
         names = tuple(name for name in self.trainable_names if self._stages[name] >= self.turn(me.round))
         return Plan(self, [Phase(self.local.epochs, names)])
 
     def enter(self, received: State, me: Me) -> State:
-        """The received model, or the received layer on top of those that the client goes on with, in matched order."""
+        """Return the received model; within a cycle, the received layer and the client's other layers, permuted."""
         if not self.layerwise:
             return super().enter(received, me)
         self.ready(next(me.data.batches(2, self.compute_dtype))[0])
@@ -132,7 +131,7 @@ class FedMA(FederatedModule):
         return {**own, **state}
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """The model; within a cycle only the layer that is to be matched, and all others stay with the client."""
+        """Send the model; within a cycle, only the layer to match, and keep all others."""
         up, keep = super().leave(state, received, me)
         if not self.layerwise:
             return Reply(up, keep)
@@ -144,15 +143,15 @@ class FedMA(FederatedModule):
     # server
 
     def on_fit_start(self) -> None:
-        """Find the net's units, once a checkpoint has given it its shapes."""
+        """Find the net's units, after a checkpoint has restored its shapes."""
         super().on_fit_start()
         self.units = []
         self.ready(self.example())
 
-    on_test_start = on_fit_start  # attacks ask clients for messages
+    on_test_start = on_fit_start  # attacks request messages from clients
 
     def aggregate(self, messages: list[Message]) -> State:
-        """Match the units, layer by layer, and average what corresponds."""
+        """Match the units layer by layer and average the models."""
         self._moved = 0.0
         if self.layerwise:
             return self._one_layer(messages)
@@ -172,7 +171,7 @@ class FedMA(FederatedModule):
         return mean
 
     def _resize(self, state: State) -> None:
-        """Give the net's layers the shapes of a state; whatever was made of it in its old shapes is made anew."""
+        """Resize the net's layers to the shapes of a state and rebuild everything derived from the old shapes."""
         if any(value.shape != state[name].shape for name, value in entries(self.net).items() if name in state):
             resize(self.net, state)
             self.forget_net()
@@ -181,7 +180,7 @@ class FedMA(FederatedModule):
     def _match(
         self, number: int, reference: State, messages: list[Message], most: int | None
     ) -> tuple[list[Tensor], int]:
-        """Where each client's units of one layer go."""
+        """Return the permutation of each client's units in one layer."""
         units = self.units[number]
         rng = seeding.stream(self.seed, "matching", self.completed_rounds, number)
         sent = messages[0].tensors.keys()
@@ -198,10 +197,10 @@ class FedMA(FederatedModule):
         ]
 
     def _renormalised(self, mean: State, reference: State, messages: list[Message], masks: list[Tensor]) -> State:
-        """A unit's own entries as means over the clients that have it; one that nobody has stays as it was sent.
+        """Average a unit's own entries over the clients that have it; a unit without clients is not changed.
 
-        What reads a unit is zero for clients that do not have it, and stays in the mean as that: the averaged layer
-        then puts out the average of what the clients' layers put out.
+        Outgoing weights count as zero for clients without the unit, so the averaged layer outputs the average of the
+        clients' layers.
         """
         weights = torch.tensor(message_weights(messages, self.weighting), dtype=torch.float64)
         for units, mask in zip(self.units, masks, strict=True):
@@ -220,15 +219,15 @@ class FedMA(FederatedModule):
         return mean
 
     def round_metrics(self) -> dict[str, float]:
-        """Share of units that changed places, mean over layers and clients."""
+        """Return the share of permuted units, mean over layers and clients."""
         return {"matching/moved": self._moved / max(1, 1 if self.layerwise else len(self.units))}
 
     def _goes_on(self, client: int) -> bool:
-        """Whether a client's units were matched in the round before, so that it goes on with the layers above."""
+        """Whether a client's units were matched in the previous round, so that it continues with the layers above."""
         return self.turn(self.completed_rounds) > 0 and client in self.places
 
     def message_down(self, client: int) -> State:
-        """The model; within a cycle of layers only the layer just matched, and where the client's units went in it."""
+        """Return the model; within a cycle, only the layer just matched and the permutation of the client's units."""
         message = super().message_down(client)
         if not (self.layerwise and self._goes_on(client)):
             return message
@@ -245,16 +244,16 @@ class FedMA(FederatedModule):
         return self.mean(messages)
 
     def server_extras(self) -> dict[str, Any]:
-        """The widths that layers began with, and where units went."""
+        """Return the initial widths and the last permutations."""
         return {"widths": list(self.widths), "places": dict(self.places)}
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
-        """Bring them back."""
+        """Restore the server's state."""
         self.widths = list(extras["widths"])
         self.places = {int(client): place for client, place in extras["places"].items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Layers that grew grow again."""
+        """Resize layers that had grown."""
         if self.mode == "grow":
             prefix = "net."
             saved = checkpoint["state_dict"].items()
@@ -263,17 +262,17 @@ class FedMA(FederatedModule):
 
 
 def stages_of(net: nn.Module, units: Sequence[Units]) -> dict[str, int]:
-    """The round of a cycle in which each entry is matched and averaged.
+    """Return the round of a cycle in which each entry is matched and averaged.
 
-    An entry goes with the last units it makes; one that only reads units goes with the next stage, and one that has to
-    do with none with the entry before it. Entries come layer by layer, so that running statistics go with the weights
-    of their layer.
+    An entry belongs to the last units it produces; one that only reads units to the next stage; one without units to
+    the stage of the entry before it. Entries are ordered by layer, so that running statistics follow the weights of
+    their layer.
 
     Args:
         net: the network.
         units: its units, in order.
     """
-    own = entries(net)  # its parameters, then its buffers
+    own = entries(net)  # parameters, then buffers, by layer
     makes: dict[str, int] = {}
     reads: dict[str, int] = {}
     for number, group in enumerate(units):

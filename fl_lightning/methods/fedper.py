@@ -10,10 +10,10 @@ from fl_lightning.nets import FedNet
 
 
 class FedPer(FederatedModule):
-    """FedAvg on the base layers; the personal layers, trained together with the base, never leave the client.
+    """FedAvg on the base layers; the personal layers are trained with the base and never leave the client.
 
-    A client that never trained is evaluated with the current base and the common initial head. BatchNorm layers belong
-    to the base unless they are named.
+    A client that never trained is evaluated with the current base and the common initial head. BatchNorm layers are
+    shared unless named.
 
     Args:
         net: the network.
@@ -28,5 +28,5 @@ class FedPer(FederatedModule):
     # client
 
     def is_private(self, name: str) -> bool:
-        """The personal layers stay."""
+        """Whether an entry belongs to a personal layer."""
         return name in self.own_layers

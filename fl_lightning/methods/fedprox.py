@@ -1,4 +1,4 @@
-"""FedProx (Li et al., 2020): FedAvg whose clients are held near the model they received."""
+"""FedProx (Li et al., 2020): FedAvg with a proximal term that keeps clients near the received model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FedProx(FederatedModule):
     # client
 
     def enter(self, received: State, me: Me) -> State:
-        """Remember the received model w besides training from it."""
+        """Start from the received model w and keep a copy of it."""
         state = super().enter(received, me)
         return state | prefixed("received.", state, self.trainable_names)
 

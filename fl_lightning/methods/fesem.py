@@ -1,4 +1,4 @@
-"""FeSEM (Xie et al., 2020, "Multi-Center Federated Learning"): clients go to the centre nearest to their weights."""
+"""FeSEM (Xie et al., 2020, "Multi-Center Federated Learning"): clients join the centre nearest to their weights."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Centres = Literal["independent", "same"]
 
 
 class FeSEM(ClusterModels):
-    """K-means on the clients' weights, one step of it after every round.
+    """K-means on the clients' weights, one step after every round.
 
-    The server keeps the last model w_k that each client sent. After a round every client with a known w_k goes to the
-    nearest centre (E-step), over all trainable parameters and no buffers, and each centre becomes the mean of its
-    members' w_k, all counted the same (M-step), buffers included. A client as near to its own centre as to another
-    stays, and a centre without members stays as it is. The sum of squared distances to the centres increases in neither
-    step. Clients then train from their centre.
+    The server keeps the last model w_k of each client. After a round, every client with a known w_k is assigned to the
+    nearest centre (E-step), by all trainable parameters but no buffers, and each centre becomes the unweighted mean of
+    its members' w_k (M-step), buffers included. Ties keep the client's current centre, and a centre without members
+    does not change. Neither step increases the sum of squared distances to the centres. Clients then train from their
+    centre.
 
-    First assignments are a balanced random draw, as distances to random initial weights mean nothing. A client that
-    never trained is evaluated with the centre that has most members.
+    The first assignment is balanced and random, because distances to random initial weights are meaningless. A client
+    that never trained is evaluated with the centre of most members.
 
     Args:
         net: the network.
         clusters: number of centres Q; with one, and all clients in every round, this is FedAvg with uniform weights.
-        centres: weights of the centres at first: drawn for each of them (``independent``), as the method has it, or the
-            ``same``. Independent ones lie so far apart that clients hardly ever leave the one they were dealt to.
+        centres: initial weights of the centres: ``independent`` draws, as in the paper, or the ``same``. Independent
+            centres are so far apart that clients hardly ever leave their first one.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -54,23 +54,23 @@ class FeSEM(ClusterModels):
     # server
 
     def cluster_of(self, client: int) -> int:
-        """The client's own cluster, else the one with most members."""
+        """Return the client's own cluster, else the one with most members."""
         if client in self.labels or not self.labels:
             return self.labels.get(client, 0)
         sizes = Counter(self.labels.values())
         return max(sorted(sizes), key=lambda cluster: sizes[cluster])
 
     def cluster_sent(self, client: int) -> int:
-        """The client's own cluster; before its first round the one that was drawn for it."""
+        """Return the client's own cluster; before its first round, the randomly assigned one."""
         if client in self.labels:
             return self.labels[client]
         rng = seeding.stream(self.seed, "clusters")
         return balanced(rng, len(self.roster), self.clusters)[client]
 
     def aggregate(self, messages: list[Message]) -> State:
-        """One E-step and one M-step over all clients with a known model."""
+        """Take one E-step and one M-step over all clients with a known model."""
         self.known |= {m.client: {name: v.clone() for name, v in m.tensors.items()} for m in messages}
-        # Those that a checkpoint brought back may lie elsewhere.
+        # Models restored from a checkpoint may be on another device.
         self.known = {c: {name: v.to(self.device) for name, v in own.items()} for c, own in self.known.items()}
         self.labels = self.nearest()
         members: dict[int, list[Message]] = {}
@@ -79,7 +79,7 @@ class FeSEM(ClusterModels):
         return self.cluster_means(members)
 
     def nearest(self) -> dict[int, int]:
-        """The E-step: the nearest centre of every client with a known model."""
+        """Take the E-step: return the nearest centre of every client with a known model."""
         clients, centres = sorted(self.known), [self.model_state(q) for q in range(self.clusters)]
         names = [name for name in self.trainable_names if name in self.shared_names]
         distances = squared_distances([self.known[c] for c in clients], centres, names)
@@ -87,20 +87,20 @@ class FeSEM(ClusterModels):
         return dict(zip(clients, assign(distances, current).tolist(), strict=True))
 
     def server_extras(self) -> dict[str, Any]:
-        """The clients' last models and clusters."""
+        """Return the clients' last models and clusters."""
         return {"known": {c: dict(state) for c, state in self.known.items()}, "labels": dict(self.labels)}
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
-        """Bring them back."""
+        """Restore the server's state."""
         self.known, self.labels = dict(extras["known"]), dict(extras["labels"])
 
 
 def assign(distances: Tensor, current: Tensor) -> Tensor:
-    """The nearest centre of every client; one that is as near to its current centre stays.
+    """Return the nearest centre of every client; ties keep the current centre.
 
     Args:
         distances: shape (K, Q).
-        current: centres so far, shape (K,).
+        current: current centres, shape (K,).
 
     Example:
         >>> assign(torch.tensor([[1.0, 1.0, 2.0], [3.0, 0.5, 0.5]]), torch.tensor([1, 0]))

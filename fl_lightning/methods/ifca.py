@@ -16,18 +16,18 @@ from fl_lightning.wire import Message, State, Weighting, under
 
 
 class IFCA(ChosenClusters):
-    """The server sends all Q models; a client trains the one with the least loss on all of its training data.
+    """The server sends all Q models; a client trains the one with the lowest loss on its training data.
 
-    The loss is that of the model in eval mode, without augmentation; of equal ones the first is taken. The client sends
-    what it trained and which model that was, and each model becomes the mean of what was sent for it; one that nobody
-    chose stays as it is. All models are drawn for themselves. Clients are evaluated with the model of least *training*
-    loss, also those that never trained; test data plays no part in the choice.
+    The loss is computed in eval mode without augmentation; ties go to the first model. The client sends the trained
+    model and its index; each model becomes the mean of its clients' models, or is unchanged without any. The models are
+    initialised independently. All clients, including those that never trained, are evaluated with the model of lowest
+    *training* loss; test data is not used for the choice.
 
     Args:
         net: the network.
         clusters: number of models Q; with one this is FedAvg with uniform weights.
-        warmup: rounds in which clients choose at random, against one model that wins everything.
-        weighting: weigh clients all the same, or by their number of samples.
+        warmup: rounds in which clients choose at random, so that no model attracts all clients.
+        weighting: weight clients uniformly or by their number of samples.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -46,7 +46,7 @@ class IFCA(ChosenClusters):
     # client
 
     def choose(self, received: State, me: Me) -> int:
-        """The model with the least loss on the client's training data."""
+        """Return the model with the lowest loss on the client's training data."""
 
         def least() -> int:
             states = [{**self.at_first(), **under(f"{q}.", received), **me.private} for q in range(self.clusters)]
@@ -56,20 +56,20 @@ class IFCA(ChosenClusters):
         return me.memory.recall("choice", {**received, **me.private}, least)
 
     def enter(self, received: State, me: Me) -> State:
-        """Training starts from the model with the least loss, in the first rounds from a random one."""
+        """Start from the model with the lowest loss, or a random one in the warm-up."""
         early = me.round < self.warmup
         q = int(me.stream("choice").integers(self.clusters)) if early else self.choose(received, me)
         own = {name: value for name, value in under(f"{q}.", received).items() if not self.resets(name)}
         return super().enter(own, me) | {CHOICE: torch.tensor(q, device=self.device)}
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """The trained model, and which one it is."""
+        """Send the trained model and its index."""
         return super().leave(state, received, me).plus(up={CHOICE: state[CHOICE]})
 
     # server
 
     def knows(self, client: int) -> int | None:
-        """Nothing: every client chooses."""
+        """Return None: every client chooses."""
         return None
 
     def message_down(self, client: int) -> State:
@@ -77,5 +77,5 @@ class IFCA(ChosenClusters):
         return self.all_models()
 
     def cluster_sending(self, message: Message) -> int:
-        """The choice that the message tells."""
+        """Return the choice in the message."""
         return int(message.tensors[CHOICE])

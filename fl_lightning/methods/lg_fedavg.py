@@ -10,14 +10,14 @@ from fl_lightning.nets import FedNet
 
 
 class LGFedAvg(FederatedModule):
-    """FedPer's mirror: FedAvg on the named layers; all other layers never leave the client.
+    """The counterpart of FedPer: FedAvg on the named layers; all others never leave the client.
 
     All clients start from the common initial extractor, without pre-training. A client that never trained is evaluated
     with that extractor and the current head.
 
     Args:
         net: the network.
-        shared: names of the shared layers; None means the last fully connected one, all layers are FedAvg.
+        shared: names of the shared layers; None means the last fully connected one. Sharing all layers is FedAvg.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -28,5 +28,5 @@ class LGFedAvg(FederatedModule):
     # client
 
     def is_private(self, name: str) -> bool:
-        """All but the shared layers stay."""
+        """Whether an entry belongs to no shared layer."""
         return name not in self.shared

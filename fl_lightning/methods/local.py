@@ -1,4 +1,4 @@
-"""Local: every client for itself."""
+"""Local: clients train separately."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fl_lightning.ranges import CountOrZero
 
 
 class Local(FederatedModule):
-    """No messages: each client keeps its own model and trains it in every round, all from the same initial one.
+    """No communication: each client trains its own model in every round, from a common initial one.
 
     Args:
         net: the network.
-        clients: the clients that train; None means all of them.
+        clients: the clients that train; None means all.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
@@ -28,13 +28,13 @@ class Local(FederatedModule):
     # client
 
     def is_private(self, name: str) -> bool:
-        """Everything stays with the client."""
+        """Return True: all entries stay with the client."""
         return True
 
     # server
 
     def cohort(self, round: int) -> list[int]:
-        """All clients, or those that were asked for, whatever share the DataModule samples."""
+        """Return all clients, or the given ones, regardless of the DataModule's ``fraction``."""
         everyone = range(len(self.roster))
         chosen = sorted(set(everyone if self.clients is None else self.clients))
         if chosen[-1] not in everyone:

@@ -1,4 +1,4 @@
-"""q-FFL (Li et al., 2020, "Fair Resource Allocation in Federated Learning"): clients that do badly count more."""
+"""q-FFL (Li et al., 2020, "Fair Resource Allocation in Federated Learning"): clients with high loss weigh more."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from fl_lightning.wire import Message, State
 
 #: The entry of the up message that carries F_k.
 LOSS = "received.loss"
-#: Added to F_k, so that a client without loss has powers too.
+#: Added to F_k, so that powers are defined for zero loss.
 EPSILON = 1e-10
 
 
 class QFFL(FederatedModule):
     """FedAvg's clients under the objective sum_k F_k^(q+1) / (q+1), by q-FedAvg (Algorithm 2 of the paper).
 
-    A client sends the model w_k that it trained and F_k, the loss of the model w it *received* over all of its
-    training samples, in eval mode (:func:`~fl_lightning.evaluation.mean_loss`). With L = 1/lr the server forms
+    A client sends its trained model w_k and F_k, the loss of the *received* model w over all its training samples, in
+    eval mode (:func:`~fl_lightning.evaluation.mean_loss`). With L = 1/lr the server computes
 
         dw_k    = L (w - w_k)
         Delta_k = F_k^q dw_k
         h_k     = q F_k^(q-1) ||dw_k||^2 + L F_k^q
         w      <- w - sum_k Delta_k / sum_k h_k
 
-    Sample counts play no part. L ||w - w_k||^2 is large, so that q of 0.1 and more shortens the step by orders of
-    magnitude at usual learning rates.
+    Sample counts are not used. L ||w - w_k||^2 is large: at usual learning rates, q of 0.1 and more shortens the step
+    by orders of magnitude.
 
     Args:
         net: the network.
-        q: how much clients that do badly count; 0 is FedAvg with uniform weights.
+        q: exponent of the losses in the weights; 0 is FedAvg with uniform weights.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``lr`` must be positive.
     """
 
@@ -44,7 +44,7 @@ class QFFL(FederatedModule):
 
     aggregates_by_mean = takes_rules = False  # the clients' losses decide the weights
 
-    fixed: ClassVar[Mapping[str, str]] = {"weighting": "the loss weighs clients, never their samples"}
+    fixed: ClassVar[Mapping[str, str]] = {"weighting": "clients are weighted by their loss, not by their samples"}
 
     def __init__(self, net: FedNet, q: NonNegative = 0.001, **kwargs: Any) -> None:
         super().__init__(net, weighting="uniform", **kwargs)
@@ -55,29 +55,29 @@ class QFFL(FederatedModule):
     # client
 
     def enter(self, received: State, me: Me) -> State:
-        """F_k by a pass over the client's data with the received model, then that model."""
+        """Compute F_k with the received model on the client's data; start from that model."""
         state = super().enter({name: value for name, value in received.items() if not self.resets(name)}, me)
         loss = mean_loss(self, {**state, **received, **me.private}, me.data)
         return state | {LOSS: loss.to(self.compute_dtype)}
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """The trained model and the loss of the received one."""
+        """Send the trained model and the loss of the received one."""
         return super().leave(state, received, me).plus(up={LOSS: state[LOSS]})
 
     # server
 
     def message_down(self, client: int) -> State:
-        """The shared entries, with the running statistics that the loss needs even where training resets them."""
+        """Return the shared entries with the running statistics, which the loss needs even if training resets them."""
         return self.evaluation_down(client)
 
     def aggregate(self, messages: list[Message]) -> State:
-        """q-FedAvg's update, written as a mean of the clients' models and the server's own.
+        """Compute q-FedAvg's update, written as a weighted mean of the clients' models and the server's.
 
         Divided by L, h_k is a_k + b_k with a_k = F_k^q and b_k = q F_k^(q-1) L ||w - w_k||^2, and the new model is
 
             w - sum_k a_k (w - w_k) / H = sum_k (a_k / H) w_k + (sum_k b_k / H) w,    H = sum_k (a_k + b_k).
 
-        At q = 0 every a_k is 1 and every b_k is 0: the uniform mean, to the last bit.
+        At q = 0 every a_k is 1 and every b_k is 0: exactly the uniform mean.
         """
         server = self.server_state()
         losses = _losses(messages)
@@ -89,13 +89,13 @@ class QFFL(FederatedModule):
         return self.mean(messages, names=rest) | self.mean([own, *messages], weights, self.trainable_names)
 
     def _moved(self, message: Message, server: State) -> float:
-        """L ||w - w_k||^2 over all trainable parameters."""
+        """Return L ||w - w_k||^2 over all trainable parameters."""
         moved = (server[name].double() - message.tensors[name].double() for name in self.trainable_names)
         return sum(float(change.pow(2).sum()) for change in moved) / self.local.lr
 
 
 def _losses(messages: Sequence[Message]) -> list[float]:
-    """The losses that clients sent; one below 0, as noise may make it, counts as the smallest that is not."""
+    """Return the clients' losses; negative ones, due to noise, are replaced by the smallest non-negative loss."""
     said = [float(message.tensors[LOSS]) for message in messages]
     least = min((loss for loss in said if loss >= 0), default=1.0)
     return [(loss if loss >= 0 else least) + EPSILON for loss in said]

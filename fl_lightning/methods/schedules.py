@@ -1,4 +1,4 @@
-"""The schedules of ``fl_lightning.schedules`` under the name that earlier checkpoints and configurations have."""
+"""Alias of ``fl_lightning.schedules`` for earlier checkpoints and configurations."""
 
 from fl_lightning.schedules import AnySchedule, Constant, Linear, Schedule, Sigmoid, describe, made
 

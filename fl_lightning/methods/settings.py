@@ -1,4 +1,4 @@
-"""Options of methods that are rarely used, a few at a time: ``FedBPS(net, laplace=Laplace(samples=256))``.
+"""Groups of rarely used options of methods, such as ``FedBPS(net, laplace=Laplace(samples=256))``.
 
 A method takes one of these objects or a dict of its options; on the command line ``--model.laplace.samples 256``.
 """
@@ -19,15 +19,15 @@ Dictionary = Literal["current", "cached"]
 
 @dataclass(frozen=True)
 class Laplace(Settings):
-    """How a client of FedBPS estimates the variance of its weights.
+    """Options of FedBPS's variance estimates.
 
     Args:
-        curvature: mean square of samples' gradients (``fisher``), the same at labels that are drawn from the prediction
+        curvature: mean square of samples' gradients (``fisher``), the same at labels drawn from the prediction
             (``ggn``), or Hutchinson's estimate (``hessian``).
-        samples: how many of its samples a client uses at most.
-        draws: how often ``ggn`` draws labels and ``hessian`` signs; None draws labels once and signs 100 times, as one
-            draw of signs, which all samples share, says next to nothing.
-        chunk_size: samples that are differentiated at once; it bounds the memory.
+        samples: maximum number of samples that a client uses.
+        draws: number of draws of labels (``ggn``) or signs (``hessian``); None draws labels once and signs 100 times,
+            because a single draw of signs, shared by all samples, is too noisy.
+        chunk_size: number of samples differentiated at once; bounds the memory.
     """
 
     curvature: CurvatureKind = "fisher"
@@ -38,13 +38,13 @@ class Laplace(Settings):
 
 @dataclass(frozen=True)
 class Trials(Settings):
-    """How FedBPS chooses ``p: auto``.
+    """Options of FedBPS's trials with ``p: auto``.
 
     Args:
-        values: what it chooses from.
-        rounds: rounds of each trial.
-        share: part of every client's training samples that is held out in the trials, unless the data holds some out
-            anyway.
+        values: candidate values.
+        rounds: number of rounds of each trial.
+        share: fraction of every client's training samples held out in the trials, unless the data already holds out
+            validation samples.
     """
 
     values: tuple[Share, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -59,15 +59,15 @@ class Trials(Settings):
 
 @dataclass(frozen=True)
 class Inference(Settings):
-    """How FedDAF's server infers distributions and makes weights of them.
+    """Options of the inference and the weights on FedDAF's server.
 
     Args:
-        components: virtual components at first, M; never more than there are clients.
+        components: initial number of virtual components, M; at most the number of clients.
         steps: steps of Adam per fit.
         basis: principal axes of later refits: ``aligned`` to the old ones, ``frozen``, or ``refitted``.
-        adaptive: delete components that hardly anybody belongs to.
+        adaptive: delete components with hardly any clients.
         weights: use the posterior's means (``expected``) or one draw per refit (``sampled``).
-        cap: no client weighs more than this many times 1/K; None does not cap.
+        cap: maximum weight of a client as a multiple of 1/K; None does not cap.
     """
 
     components: Count = 10
@@ -80,12 +80,12 @@ class Inference(Settings):
 
 @dataclass(frozen=True)
 class Posterior(Settings):
-    """How a client of WAFFLe fits its selection of factors.
+    """Options of the posterior of WAFFLe's selections.
 
     Args:
-        temperature: of the relaxed Bernoulli samples.
+        temperature: temperature of the relaxed Bernoulli samples.
         kl_weight: weight of the KL terms; 1 is the bound.
-        logit_bound: logits of pi are kept within plus and minus this.
+        logit_bound: bound of the absolute logits of pi.
     """
 
     temperature: Positive = 2 / 3
@@ -95,12 +95,12 @@ class Posterior(Settings):
 
 @dataclass(frozen=True)
 class FactorEvaluation(Settings):
-    """How clients with factorised layers are evaluated.
+    """Evaluation of clients with factorised layers.
 
     Args:
-        dictionary: with the server's ``current`` dictionary, or with the last one that each client received
+        dictionary: use the server's ``current`` dictionary, or the last one that each client received
             (``cached``), which needs no connection.
-        adapt_epochs: passes over its data in which a client that never trained fits its own entries.
+        adapt_epochs: number of passes over the data to fit own entries of a client that never trained.
     """
 
     dictionary: Dictionary = "current"
@@ -109,13 +109,13 @@ class FactorEvaluation(Settings):
 
 @dataclass(frozen=True)
 class Evaluation(FactorEvaluation):
-    """How clients of WAFFLe are evaluated.
+    """Evaluation of WAFFLe's clients.
 
     Args:
-        dictionary: with the server's ``current`` dictionary, or with the last one that each client received
+        dictionary: use the server's ``current`` dictionary, or the last one that each client received
             (``cached``), which needs no connection.
-        adapt_epochs: passes over its data in which a client that never trained fits pi, c and d.
-        selection: with b = pi (``expected``), b = 1[pi >= 1/2] (``threshold``), or one fixed draw of b (``sampled``).
+        adapt_epochs: number of passes over the data to fit pi, c and d of a client that never trained.
+        selection: use b = pi (``expected``), b = 1[pi >= 1/2] (``threshold``), or one fixed draw of b (``sampled``).
     """
 
     selection: Literal["expected", "threshold", "sampled"] = "expected"

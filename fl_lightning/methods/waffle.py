@@ -1,6 +1,6 @@
 """WAFFLe: weight-anonymized factorization for federated learning (Hao et al.), with an Indian Buffet Process prior.
 
-Equation numbers are those of the journal version (IEEE Access, 2022).
+Equation numbers refer to the journal version (IEEE Access, 2022).
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from fl_lightning.wire import State
 
 Schedule = Literal["alternate", "joint"]
 NeverSampled = Literal["adapt", "ones", "prior_mean"]
-#: c and d are kept this far above 0.
+#: Lower bound of c and d.
 FLOOR = 1e-3
-#: Initial selection probabilities are kept this far from 0 and 1.
+#: Minimum distance of initial selection probabilities from 0 and 1.
 EDGE = 0.05
-#: Draws of v in the KL terms that are reported.
+#: Number of draws of v in the reported KL terms.
 REPORTED_DRAWS = 16
 
 
 class WAFFLe(FactorizedModule):
-    """Clients share a dictionary of weight factors and privately infer which of them they use.
+    """Clients share a dictionary of weight factors and privately infer which factors they use.
 
     The weight of a factorised layer is W_i = wa diag(r * b_i) wb, Eq. (2)-(4). Under the prior, Eq. (5)-(7),
     v_k ~ Beta(alpha, 1), p_k = v_1 ... v_k and b_k ~ Bernoulli(p_k); the posterior, Eq. (8)-(10), is
     q(v_k) = Kumaraswamy(c_k, d_k) and q(b_k) = Bernoulli(pi_k). Clients minimise the negative of the bound (11): per
-    minibatch the loss under a relaxed sample of b, and 1 / n_k of KL(q(b) || p(b | v)) + KL(q(v) || p(v)) with v
-    sampled. Their pi, c and d never leave them.
+    minibatch, the loss under a relaxed sample of b plus 1 / n_k of KL(q(b) || p(b | v)) + KL(q(v) || p(v)) with sampled
+    v. Their pi, c and d never leave them.
 
-    ``alternate``, the default schedule, gives the first epochs of a round to the selection, on the dictionary as it was
-    received, and the others to the dictionary under that selection. The paper's Algorithm 2 is ``joint``, with
-    ``vi_lr_mult=1`` and ``never_sampled="ones"``; there the factors fit a client's data before its selection can, so
-    clients hardly differ and end where FedAvg does.
+    ``alternate``, the default schedule, trains the selection in the first epochs of a round, with the received
+    dictionary, and the dictionary in the others, with that selection. The paper's Algorithm 2 is ``joint``, with
+    ``vi_lr_mult=1`` and ``never_sampled="ones"``; its factors fit a client's data before the selection can, so clients
+    hardly differ and results are close to FedAvg.
 
     Args:
         net: the network, dense or with factorised layers.
-        factors: number of factors of each layer to factorise, by name; None takes all dense and convolution layers but
-            the last dense one, and three fifths of the smaller side of their weights
+        factors: number of factors of each layer to factorise, by name; None factorises all dense and convolution layers
+            but the last dense one, with 3/5 of the smaller dimension of their weights
             (:func:`~fl_lightning.nets.factorized.default_factors`).
         alpha_ratio: concentration of the prior as a share of the number of factors, alpha / F.
-        alpha: concentration by layer, in place of ``alpha_ratio``; more than 0.001, c's floor.
+        alpha: concentration by layer, instead of ``alpha_ratio``; above 0.001, the lower bound of c.
         schedule: ``alternate`` or ``joint``.
-        selection_epochs: how many of a round's epochs ``alternate`` gives to the selection.
+        selection_epochs: number of a round's epochs that train the selection with ``alternate``.
         vi_lr_mult: learning rate of the selection logits as a multiple of ``lr``.
-        never_sampled: a client that never trained first fits pi, c and d to its own training data (``adapt``), or is
-            evaluated with b = 1 (``ones``, the paper's way) or b = E[p] (``prior_mean``).
-        posterior: how clients fit their selection; see :class:`~fl_lightning.methods.settings.Posterior`.
-        evaluation: how clients are evaluated; see :class:`~fl_lightning.methods.settings.Evaluation`.
-        epochs: passes over a client's data per round; ``alternate`` needs 2 or more.
-        kwargs: see :class:`~fl_lightning.module.FederatedModule`; ``weighting`` is ``uniform`` unless given.
+        never_sampled: evaluate a client that never trained after fitting pi, c and d to its training data (``adapt``),
+            or with b = 1 (``ones``, as in the paper) or b = E[p] (``prior_mean``).
+        posterior: options of the clients' posterior; see :class:`~fl_lightning.methods.settings.Posterior`.
+        evaluation: options of evaluation; see :class:`~fl_lightning.methods.settings.Evaluation`.
+        epochs: number of passes over a client's data per round; ``alternate`` needs 2 or more.
+        kwargs: see :class:`~fl_lightning.module.FederatedModule`; default of ``weighting``: ``uniform``.
     """
 
     kinds = ("logits", "c", "d")
@@ -111,7 +111,7 @@ class WAFFLe(FactorizedModule):
     # client: the posterior
 
     def initial(self, layer: str, number: int) -> State:
-        """Logits of the prior's mean, and c, d (before softplus) for which q(v) is the prior."""
+        """Return logits of the prior's mean, and c, d (before softplus) at which q(v) is the prior."""
         reference, alpha = self.layers[layer].r, self.alpha[layer]
         mean = dist.prior_mean(number, alpha).clamp(EDGE, 1 - EDGE).logit()
         logits = mean.clamp(-self.posterior.logit_bound, self.posterior.logit_bound).to(reference.detach())
@@ -122,7 +122,7 @@ class WAFFLe(FactorizedModule):
         }
 
     def noise(self, rng: np.random.Generator, steps: int, counts: Mapping[str, int]) -> State:
-        """Noise of b and of v for every step and layer."""
+        """Draw the noise of b and v for every step and layer."""
         noise: State = {}
         for layer, number in counts.items():
             noise[f"{layer}.logistic"] = dist.logistic(rng, (steps, number)).to(self.compute_dtype)
@@ -130,7 +130,7 @@ class WAFFLe(FactorizedModule):
         return noise
 
     def training_masks(self, state: State, noise: State) -> State:
-        """One relaxed sample of b per layer for the whole minibatch."""
+        """Draw one relaxed sample of b per layer for the whole minibatch."""
         return {
             f"{layer}.mask": dist.relaxed_bernoulli(
                 state[f"{layer}.logits"], noise[f"{layer}.logistic"], self.posterior.temperature
@@ -139,7 +139,7 @@ class WAFFLe(FactorizedModule):
         }
 
     def divergence(self, own: State, log_u: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-        """KL of q(b) given a sampled v, and KL of q(v), both summed over factors.
+        """Return the KL of q(b) given a sampled v and the KL of q(v), both summed over factors.
 
         Args:
             own: a layer's own entries by kind, each of shape (F,).
@@ -154,7 +154,7 @@ class WAFFLe(FactorizedModule):
         return dist.kl_bernoulli(own["logits"], log_p).sum(-1), dist.kl_kumaraswamy_beta(c, d, alpha).sum()
 
     def penalty(self, state: State, batch: Batch) -> Tensor:
-        """The KL terms of (11), weighted so that one epoch of minibatch means adds up to the bound."""
+        """Return the KL terms of (11), weighted so that one epoch of minibatch means sums to the bound."""
         terms = [
             sum(self.divergence(self.own(state, layer), batch.noise[f"{layer}.log_u"], self.alpha[layer]))
             for layer in self.factors
@@ -162,7 +162,7 @@ class WAFFLe(FactorizedModule):
         return self.posterior.kl_weight / batch.scalars["samples"] * torch.stack(terms).sum()  # type: ignore[arg-type]
 
     def own_step(self, name: str, value: Tensor, gradient: Tensor, lr: float | Tensor) -> Tensor:
-        """Logits take larger steps than c and d, within their bound."""
+        """Take a step; logits have a larger learning rate than c and d and are clipped."""
         if not name.endswith(".logits"):
             return value - lr * gradient
         moved = value - lr * self.vi_lr_mult * gradient
@@ -171,7 +171,7 @@ class WAFFLe(FactorizedModule):
     # client: the round
 
     def phases(self) -> Sequence[Phase]:
-        """Selection first and then the dictionary, or both together."""
+        """Return the phases: selection, then dictionary, or both together."""
         epochs, own, weights = self.local.epochs, self.own_names, self.trainable_names
         if self.schedule == "joint":
             return [Phase(epochs, (*weights, *own), "joint")]
@@ -183,7 +183,7 @@ class WAFFLe(FactorizedModule):
     # client: personal models
 
     def selection(self, own: State, rng: np.random.Generator) -> Tensor:
-        """Either b = pi, b = 1[pi >= 1/2], or one draw of b that is always the same."""
+        """Return b = pi, b = 1[pi >= 1/2], or one fixed draw of b."""
         pi = torch.sigmoid(own["logits"])
         if self.evaluated.selection == "expected":
             return pi
@@ -191,36 +191,36 @@ class WAFFLe(FactorizedModule):
         return (pi >= bar).to(pi.dtype)
 
     def unfitted_masks(self, counts: Mapping[str, int]) -> State:
-        """All of b at 1, or at the prior's mean."""
+        """Return masks with b = 1 or the prior's mean."""
         return self.prior_masks(counts) if self.never_sampled == "prior_mean" else super().unfitted_masks(counts)
 
     def prior_masks(self, counts: Mapping[str, int]) -> State:
-        """All of b at the prior's mean."""
+        """Return masks with b at the prior's mean."""
         return {f"{m}.mask": dist.prior_mean(n, self.alpha[m]).to(self.layers[m].r) for m, n in counts.items()}
 
     # adversary
 
     def assumptions(self) -> dict[str, State]:
-        """All of b at 1, or at the prior's mean."""
+        """Assume b = 1 or b at the prior's mean."""
         return super().assumptions() | {"prior_mean": self.prior_masks(self.factors)}
 
     # growth
 
     def grow(self, extra: int | Mapping[str, int]) -> None:
-        """Append factors, see :meth:`FactorizedModule.grow`; alpha stays, so the prior of the first ones does too."""
+        """Append factors, see :meth:`FactorizedModule.grow`; alpha and the prior of existing factors do not change."""
         super().grow(extra)
         self.hparams["alpha"] = dict(self.alpha)
 
     # reports
 
     def active_factors(self, client: int) -> dict[str, Tensor]:
-        """Which factors a client that has trained selects with probability 1/2 or more, by layer, shape (F,)."""
+        """Return the factors that a trained client selects with probability 1/2 or more, by layer, shape (F,)."""
         private = self.snapshots[client].private
         pad = {layer: torch.zeros(n, dtype=torch.bool, device=self.device) for layer, n in self.factors.items()}
         return {layer: widened(private[f"{layer}.logits"] >= 0, pad[layer]) for layer in self.factors}
 
     def selection_terms(self, client: int) -> dict[str, float]:
-        """The KL terms of a client that has trained, by layer, the first as a mean over fixed draws of v."""
+        """Return the KL terms of a trained client by layer, the first one as a mean over fixed draws of v."""
         private = self.snapshots[client].private
         terms: dict[str, float] = {}
         for layer in self.factors:

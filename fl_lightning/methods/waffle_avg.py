@@ -1,4 +1,4 @@
-"""WAFFLE by weighted averaging (Beaussart et al., 2021): SCAFFOLD that turns by and by from all agents to one."""
+"""WAFFLE by weighted averaging (Beaussart et al., 2021): SCAFFOLD that gradually moves from all agents to one."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from fl_lightning.parties import Me, Reply
 from fl_lightning.ranges import Count, NonNegative
 from fl_lightning.wire import Message, State, prefixed, under, without
 
-#: Prefix of a client's new control variate, which it sends up with ``control="weighted_mean"``.
+#: Prefix of a client's new control variate, which it sends with ``control="weighted_mean"``.
 NEW = "control.new."
-#: The last raw weights, as many as smoothing needs, shape (rounds, agents of interest, clients), float64.
+#: The last raw weights, as needed for smoothing, shape (rounds, agents of interest, clients), float64.
 RAW = "raw_weights"
-#: Distances that differ by less are the same.
+#: Distances that differ by less count as equal.
 SAME = 1e-12
 
 
 class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
-    """Clients train as in SCAFFOLD; the server weighs them by their distance from the agent of interest.
+    """Clients train as in SCAFFOLD; the server weights them by their distance from the agent of interest.
 
     In round r of R (Algorithm 1), with d_i = ||dy_i - dy_agent|| and dM, dm the largest and smallest d_i of the others,
 
         d_agent = dm (1 - (dM - dm) / dM (1 - Omega(r)))            (2)
         a_i     = max(Psi(r) - (d_i - d_agent) / (dM - d_agent), 0)  (3)
 
-    and only the agent counts from round ``local_from`` R on. Normalised weights are averaged over the last three
-    rounds, abar, and with them x <- x + sum_i abar_i dy_i. Omega and Psi fall from near 1, where most agents count,
+    and only the agent has a weight from round ``local_from`` R on. Normalised weights are averaged over the last three
+    rounds (abar), and x <- x + sum_i abar_i dy_i. Omega and Psi decrease from near 1, where most agents have a weight,
     to near 0.
 
-    Equal distances give equal weights. Where nothing is left (Psi = 0) and where there is nobody else, the agent has
-    all the weight. Once smoothed weights are the agent's alone for good, only the agent is trained.
+    Equal distances give equal weights. If all weights are zero (Psi = 0) or there are no other agents, the agent has
+    all the weight. Once only the agent can have a smoothed weight, only the agent is trained.
 
     Args:
         net: the network.
-        control: how the server's control variate follows: ``eq1``, c <- c + sum_i abar_i dc_i, as the paper has it, or
-            ``weighted_mean``, c <- sum_i abar_i c_i. With weights that change the first drifts: once the agent is
-            alone, c - c_agent stays as it is for ever and bends its training. The second does not, and equals the first
-            for constant weights.
+        control: update of the server's control variate: ``eq1``, c <- c + sum_i abar_i dc_i, as in the paper, or
+            ``weighted_mean``, c <- sum_i abar_i c_i. The first drifts if weights change: once the agent is alone,
+            c - c_agent is constant and biases its training. The second does not, and equals the first for constant
+            weights.
         omega: Omega as a function of r / R, a :class:`~fl_lightning.methods.schedules.Schedule` or any callable; None
-            is the paper's sigmoid with slope 3.2.
+            means the paper's sigmoid with slope 3.2.
         psi: Psi, likewise.
         rounds: R; None means the Trainer's ``max_epochs``.
-        local_from: share of the rounds after which only the agent of interest counts.
-        smoothing: number of rounds that weights are averaged over; 1 does not smooth.
-        before_first: what the first rounds average with: equal weights (``uniform``) or only rounds there are
+        local_from: fraction of the rounds after which only the agent of interest has a weight.
+        smoothing: number of rounds to average weights over; 1 does not smooth.
+        before_first: weights of rounds before the first in the average: equal (``uniform``) or left out
             (``available``).
         kwargs: see :class:`~fl_lightning.methods.lib.agents.AgentsOfInterest` (``agent_of_interest``) and
             :class:`~fl_lightning.module.FederatedModule`.
@@ -79,7 +79,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         self.smoothing, self.before_first = smoothing, before_first
         self.omega, self.psi = made(omega, "omega"), made(psi, "psi")
         for name in ("omega", "psi"):
-            if callable(self.hparams.get(name)):  # noted as plain values, which load with weights_only=True
+            if callable(self.hparams.get(name)):  # stored as plain values, which load with weights_only=True
                 self.hparams[name] = describe(self.hparams[name])
 
     # ---- weights --------------------------------------------------------------------------------------------
@@ -91,28 +91,28 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
 
     @property
     def first_local(self) -> int:
-        """The first round, from 1, whose raw weights are the agent's alone: r >= local_from R, in exact arithmetic."""
+        """First round, from 1, in which only the agent has a raw weight: r >= local_from R, in exact arithmetic."""
         return max(1, math.ceil(Fraction(str(self.local_from)) * self.total_rounds))
 
     def setup(self, stage: str) -> None:
-        """The schedules need to know how long the run is."""
+        """Refuse a run of unknown length, which the schedules need."""
         super().setup(stage)
         if stage == "fit" and self.total_rounds < 1:
             raise FederationError("WAFFLEAvg's weights follow the number of rounds: set max_epochs or rounds.")
 
     def may_count(self, round: int) -> Tensor:
-        """Everyone, until the smoothed weights are the agents' alone."""
+        """Return all clients until only the agents can have smoothed weights."""
         if round + 1 < self.first_local + self.smoothing - 1:
             return super().may_count(round)
         return torch.stack([one_hot(self.clients_known, agent) for agent in self.agents]).bool()
 
     def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:
-        """Smoothed weights; raw ones of the rounds that smoothing needs are remembered."""
+        """Return smoothed weights; store the raw ones needed for smoothing."""
         raw = self.raw_weights(distances)
         clients = self.clients_known
         past = self.memory.get(RAW, torch.zeros(0, *raw.shape, dtype=raw.dtype)).cpu()
         if self.this_round < self.first_local:
-            # Nothing is known of agents whose own update is left out: they weigh as in the round before.
+            # Agents whose own update is excluded reuse the weights of the previous round.
             last = past[-1] if len(past) else torch.full_like(raw, 1 / clients)
             raw = torch.where(moved.isnan()[:, None], last, raw)
         window = torch.cat([past, raw[None]])[-self.smoothing :]
@@ -121,7 +121,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         return (window.sum(0) + missing / clients) / (len(window) + missing)
 
     def raw_weights(self, distances: Tensor) -> Tensor:
-        """Normalised weights of this round before smoothing, shape (agents of interest, clients)."""
+        """Return normalised weights of this round before smoothing, shape (agents of interest, clients)."""
         clients, progress = self.clients_known, min(1.0, self.this_round / self.total_rounds)
         if self.this_round >= self.first_local:
             return torch.stack([one_hot(clients, agent) for agent in self.agents])
@@ -136,7 +136,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
     # client
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """Do as SCAFFOLD; with ``weighted_mean`` c_i goes up instead of its change, which the server could add up."""
+        """As SCAFFOLD, but with ``weighted_mean`` send c_i instead of its change, which the server could sum."""
         up, keep = super().leave(state, received, me)
         if self.control_rule == "weighted_mean":
             up = without(CHANGE, up) | prefixed(NEW, under(OWN, keep or {}))
@@ -145,7 +145,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
     # server
 
     def combine(self, messages: Sequence[Message], weights: Sequence[float], before: State) -> State:
-        """The mean model, and c by the rule (Eq. 1)."""
+        """Return the mean model and c, updated by ``control``."""
         after, mean = super().combine(messages, weights, before), self.control_rule == "weighted_mean"
         prefix = NEW if mean else CHANGE
         moved = self.mean(messages, weights, [prefix + name for name in self.trainable_names])
@@ -155,7 +155,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
         return after
 
     def aggregate(self, messages: list[Message]) -> State:
-        """Combine as every agent's federation does; with ``all`` the server's own c is their mean, as its model is."""
+        """Aggregate every federation; with ``all``, the server's own c is the mean of theirs, like its model."""
         target = super().aggregate(messages)
         for name, control in self.server_control().items():
             control.copy_(target.pop(SERVER + name))
@@ -163,10 +163,10 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
 
 
 def calculate_weights(distances: Tensor, agent: int, omega: float, psi: float) -> Tensor:
-    """CalcWeights of Algorithm 1 (Equations 2 and 3) for one round, normalised.
+    """Compute the normalised weights of one round (CalcWeights of Algorithm 1, Equations 2 and 3).
 
     Args:
-        distances: d_i of every client, NaN for those that are left out, shape (clients,), float64.
+        distances: d_i of every client, NaN for excluded clients, shape (clients,), float64.
         agent: the agent of interest.
         omega: Omega(r), in [0, 1].
         psi: Psi(r), 0 or more.

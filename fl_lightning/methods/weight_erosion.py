@@ -1,4 +1,4 @@
-"""Weight Erosion (Grimberg et al., 2020): agents lose weight with every round in which they differ from Alice."""
+"""Weight Erosion (Grimberg et al., 2020): agents lose weight in every round in which they differ from Alice."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from fl_lightning.methods.lib.agents import AgentsOfInterest
 from fl_lightning.nets import FedNet
 from fl_lightning.ranges import NonNegative
 
-#: What is left of the weights, shape (agents of interest, clients), float64.
+#: Remaining weights, shape (agents of interest, clients), float64.
 LEFT = "erosion.left"
-#: Below this an update has no length to measure distances by.
+#: Updates of a smaller norm count as zero.
 TINY = 1e-12
 
 
 class WeightErosion(AgentsOfInterest):
-    """FedAvg for one agent: the others' weights wear away, the faster the less their updates are like the agent's.
+    """FedAvg for one agent: the others' weights decrease, faster the more their updates differ from the agent's.
 
     All weights start at 1. In round r = 1, 2, ... agent i with n_i samples is at the relative distance
 
         d_i = ||g_i - g_agent|| / ||g_agent||,    g_i = -dy_i / lr,
 
-    and loses p_d (1 + p_s floor((r - 1) B / n_i)) d_i of its weight, which never falls below 0; B is the batch size.
-    Where g_agent is 0 there is nothing to measure by, and nobody loses weight. The model moves by the weighted mean of
-    all updates. A weight that is gone stays gone, so such agents are not trained any more.
+    and loses p_d (1 + p_s floor((r - 1) B / n_i)) d_i of its weight, which never falls below 0; B is the batch size. If
+    g_agent is 0, distances are undefined and no agent loses weight. The update of the model is the weighted mean of all
+    updates. A weight of 0 stays 0, so such agents are not trained any more.
 
     Args:
         net: the network.
         distance_penalty: p_d; None means 0.1 / N.
-        size_penalty: p_s, what agents with little data lose beyond that once their samples have been seen.
+        size_penalty: p_s, additional loss of agents with little data once their samples have been seen.
         kwargs: see :class:`~fl_lightning.methods.lib.agents.AgentsOfInterest` (``agent_of_interest``) and
             :class:`~fl_lightning.module.FederatedModule`.
     """
@@ -45,7 +45,7 @@ class WeightErosion(AgentsOfInterest):
         self.distance_penalty, self.size_penalty = distance_penalty, size_penalty
 
     def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:
-        """Let the weights wear away and normalise what is left; clients that were left out lose nothing."""
+        """Decrease and normalise the weights; excluded clients lose nothing."""
         clients = self.clients_known
         penalty = 0.1 / clients if self.distance_penalty is None else self.distance_penalty
         sizes = torch.tensor([client.samples for client in self.roster]).clamp_min(1)  # 0 before a client joins
@@ -56,7 +56,7 @@ class WeightErosion(AgentsOfInterest):
         return left / left.sum(1, keepdim=True)
 
     def may_count(self, round: int) -> Tensor:
-        """Clients that have weight left."""
+        """Return clients with a positive weight."""
         return self._left() > 0
 
     def _left(self) -> Tensor:

@@ -1,1 +1,1 @@
-"""Published tables, the recipes that run them again, records of runs, and the pages that are written from these."""
+"""Published tables, recipes to reproduce them, records of runs, and pages of results."""

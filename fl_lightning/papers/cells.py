@@ -1,4 +1,4 @@
-"""One run of a published cell: cached by the hash of its configuration, resumed where it stopped."""
+"""Runs of published cells, cached by the hash of their configuration and resumable."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from fl_lightning.papers.environment import environment
 from fl_lightning.papers.tables import Config, config_hash
 
 RESULT, CHECKPOINT, PROGRESS = "result.json", "last.ckpt", "progress.txt"
-#: Rounds between two checkpoints.
+#: Rounds between checkpoints.
 EVERY = 10
-#: Rounds over which the last accuracies are averaged, beside that of the final one.
+#: Number of last rounds whose accuracies are averaged, in addition to the final accuracy.
 LAST = 5
-#: Accuracies of which the last are averaged.
+#: Accuracies averaged over the last rounds.
 ACCURACIES = ("global_test_acc", "local_test_acc")
-#: The accuracy, in percent, whose first round is noted.
+#: Accuracy in percent; the first round that reaches it is recorded.
 GOAL = 98
 
 
 class Recorder(Callback):
-    """Keeps what the tables ask for after every round, in the checkpoint, so that a resumed run has all of it.
+    """Records metrics for the tables after every round; saved in checkpoints, so resumed runs are complete.
 
     Args:
-        path: file to which the rounds done and the accuracy are written, for who waits; None writes nothing.
+        path: file for the progress (rounds and accuracy); None writes nothing.
     """
 
     def __init__(self, path: str | None = None) -> None:
         self.path = path
         self.curves: dict[str, list[float]] = {}
-        #: Seconds by round: since the start, and of the round those that clients and server took.
+        #: Seconds by round: since the start, of the clients and of the server.
         self.times: dict[str, list[float]] = {}
         self.seconds = 0.0
         self._began = time.perf_counter()
@@ -55,7 +55,7 @@ class Recorder(Callback):
         self._began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note the round's accuracies, over all clients and by sub-population, and what else is known of the round."""
+        """Record the round's accuracies, over all clients and by sub-population, and other metrics."""
         for name, value in {**accuracies(pl_module), **logged(trainer, pl_module)}.items():
             self.curves.setdefault(name, []).append(round(value, 4))
         summary = pl_module.summary
@@ -67,27 +67,27 @@ class Recorder(Callback):
             Path(self.path).write_text(f"{rounds}, {self.curves['local_test_acc'][-1]:.2f}\n")
 
     def elapsed(self) -> float:
-        """Seconds of training so far, over all resumptions."""
+        """Return the seconds of training so far, over all resumptions."""
         return self.seconds + time.perf_counter() - self._began
 
     def state_dict(self) -> dict[str, Any]:
-        """Curves and clock."""
+        """Return curves and clock."""
         curves, times = ({name: list(curve) for name, curve in of.items()} for of in (self.curves, self.times))
         return {"curves": curves, "times": times, "seconds": self.elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore curves and clock."""
         self.curves, self.seconds = dict(state_dict["curves"]), float(state_dict["seconds"])
-        self.times = dict(state_dict.get("times", {}))  # checkpoints of older versions have none
+        self.times = dict(state_dict.get("times", {}))  # missing in checkpoints of older versions
 
 
 def folder_of(root: Path, config: Config, seed: int) -> Path:
-    """Where a run keeps its checkpoint and its result."""
+    """Return the folder of a run's checkpoint and result."""
     return root / f"{config_hash(config)}-seed{seed}"
 
 
 def cached(root: Path, config: Config, seed: int) -> dict[str, Any] | None:
-    """The result of a finished run, or None."""
+    """Return the result of a finished run, or None."""
     try:
         result: dict[str, Any] = json.loads((folder_of(root, config, seed) / RESULT).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -96,7 +96,7 @@ def cached(root: Path, config: Config, seed: int) -> dict[str, Any] | None:
 
 
 class Part(NamedTuple):
-    """How far a run has come: rounds done, of how many, and the accuracy so far in percent."""
+    """Progress of a run: rounds done, total rounds, and the accuracy so far in percent."""
 
     rounds: int
     total: int
@@ -104,7 +104,7 @@ class Part(NamedTuple):
 
 
 def progress_of(root: Path, config: Config, seed: int) -> Part | None:
-    """How far a run that is under way has come, or None if nothing is known."""
+    """Return the progress of an unfinished run, or None if unknown."""
     try:
         words = (folder_of(root, config, seed) / PROGRESS).read_text().replace(",", "").split()
         return Part(int(words[0]), int(words[2]), float(words[4]))
@@ -113,7 +113,7 @@ def progress_of(root: Path, config: Config, seed: int) -> Part | None:
 
 
 class Assembled(Protocol):
-    """All parts of a run."""
+    """Trainer, model and data of a run."""
 
     trainer: Trainer
     model: Any
@@ -123,18 +123,18 @@ class Assembled(Protocol):
 def run_cell(
     root: Path, config: Config, seed: int, assemble: Callable[[Config], Assembled], threads: int = 1
 ) -> dict[str, Any]:
-    """Run a configuration with a seed, or take its cached result.
+    """Run a configuration with a seed, or return its cached result.
 
     Args:
         root: folder of all runs.
         config: a configuration of ``fl-lightning fit``.
-        seed: the seed of everything.
-        assemble: makes trainer, model and data of a configuration.
-        threads: threads of this run.
+        seed: the seed for ``seed_everything``.
+        assemble: builds trainer, model and data from a configuration.
+        threads: number of threads of the run.
 
     Returns:
-        Final metrics in the papers' units (percent), accuracy by round, seconds and the engine that was used; by round
-        the weights of all agents for the first agent of interest, if there is one.
+        Final metrics in the papers' units (percent), accuracy by round, seconds, the engine used and, if there is an
+        agent of interest, the weights of all agents for the first one by round.
     """
     done = cached(root, config, seed)
     if done is not None:
@@ -156,7 +156,7 @@ def run_cell(
 
 
 def _arguments(config: Config, seed: int, folder: Path) -> Config:
-    """The configuration as a quiet run that saves itself every few rounds."""
+    """Complete the configuration for a silent run with regular checkpoints."""
     arguments = copy.deepcopy(config)
     own = arguments.setdefault("trainer", {}).get("callbacks", [])
     saver = {"dirpath": str(folder), "filename": Path(CHECKPOINT).stem, "every_n_epochs": EVERY}
@@ -166,7 +166,7 @@ def _arguments(config: Config, seed: int, folder: Path) -> Config:
         arguments["model"]["init_args"].pop(option, None)
     arguments["trainer"].update(
         accelerator="cpu",
-        default_root_dir=str(folder),  # where callbacks write
+        default_root_dir=str(folder),  # output folder of callbacks
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -230,16 +230,16 @@ def _result(trainer: Trainer, module: Any) -> dict[str, Any]:
 
 
 def logged(trainer: Trainer, module: FederatedModule) -> dict[str, float]:
-    """Accuracy on the global test set in percent, if there is one, and what was logged of the round's training."""
+    """Return the global test accuracy in percent, if there is one, and the round's logged training metrics."""
     found = {"train_loss": module.summary["train/loss"]}
     if "test/global_acc" in trainer.callback_metrics:
         found["global_test_acc"] = 100 * float(trainer.callback_metrics["test/global_acc"])
-    every = ("train/", "comm/", "clients/", "time/")  # what every method logs of a round
+    every = ("train/", "comm/", "clients/", "time/")  # logged by every method
     return found | {name: float(v) for name, v in module.summary.items() if not name.startswith(every)}
 
 
 def accuracies(module: FederatedModule) -> dict[str, float]:
-    """Mean accuracy in percent over clients, and over majority and minority where clients have two modes.
+    """Return the mean accuracy in percent over clients, and over majority and minority if there are two modes.
 
     Clients that are not evaluated (``eval_only``) are left out.
     """

@@ -1,4 +1,4 @@
-"""Claims of the papers, and whether the recorded runs bear them out."""
+"""Claims of the papers, checked against recorded runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fl_lightning.papers.measure import Measured, measure
 from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import REDUCED, Cell
 
-#: Part of the published gain that has to show.
+#: Fraction of the published gain required to call a claim reproduced.
 SHARE = 0.5
 VERDICTS = REPRODUCED, CHANGED, NOT, UNTESTED = (
     "reproduced",
@@ -24,15 +24,15 @@ VERDICTS = REPRODUCED, CHANGED, NOT, UNTESTED = (
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that one method is ahead of others.
+    """A claim that one method outperforms others.
 
     Args:
         text: the claim.
-        published: how far ahead it is in the paper.
-        original: how far the paper's own algorithm is ahead in the recorded runs; None if a run is missing.
-        changed: how far our variant of it is ahead; None where there is no variant, or a run is missing.
-        local: how far ahead training without any federation is; None if a run is missing.
-        is_whole: whether all runs are at the paper's scale, or at one that the paper does not state.
+        published: the lead in the paper.
+        original: the lead of the paper's own algorithm in recorded runs; None if a run is missing.
+        changed: the lead of our variant of it; None if there is no variant or a run is missing.
+        local: the lead of training without federation; None if a run is missing.
+        is_whole: whether all runs are at the paper's scale, or the paper does not state its scale.
     """
 
     text: str
@@ -58,7 +58,7 @@ class Claim:
 
 
 def judge(records: Records, plan: Mapping[str, Any]) -> Claim:
-    """Compare what a claim in ``pages.yaml`` names."""
+    """Compare the methods named in a claim of ``pages.yaml``."""
     cells = [cell for cell in tables.table(plan["of"]) if tables.fits(cell, plan["where"])]
     where = {key: value for key, value in plan["where"].items() if key not in (*tables.SCALES, "view")}
     printed = [cell for cell in tables.table(plan["of"]) if tables.fits(cell, where)]
@@ -86,7 +86,7 @@ def _printed(cells: Sequence[Cell], methods: Sequence[str]) -> float:
 
 
 def _measured(records: Records, cells: Sequence[Cell], methods: Sequence[str]) -> list[Measured] | None:
-    """Results of the cells of methods; None if there are none, or one was not measured."""
+    """Return results of the methods' cells; None if there are none or one is missing."""
     found = [measure(records, cell) for cell in cells if cell["method"] in methods]
     known = [one for one in found if one is not None]
     return known if found and len(known) == len(found) else None

@@ -1,4 +1,4 @@
-"""How much of the papers was measured, what was not, and what that would cost."""
+"""Coverage of the papers: measured cells, missing cells and their cost."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fl_lightning.papers.tables import COVERAGE, REDUCED, Cell, Config
 #: Coverage of a cell that was not measured.
 NONE = "not measured"
 KINDS = (*COVERAGE, NONE)
-#: Options of partitions that say how many samples a client has.
+#: Options of partitions that set the number of samples of a client.
 EACH = ("samples_per_agent", "train_samples", "min_samples")
-#: Samples of the data sets.
+#: Number of samples of each data set.
 SIZES = {"MNIST": 70_000, "FashionMNIST": 70_000, "CIFAR10": 60_000}
 
 
 def coverage(layouts: Iterable[Layout], papers: Iterable[str]) -> dict[str, list[Cell]]:
-    """The published cells of papers by how they were measured; where several rows stand beside one, by the best."""
+    """Group the papers' published cells by coverage; by the best one if several rows measure a cell."""
     best: dict[str, str] = {}
     for layout in layouts:
         for shown in layout.shown:
@@ -38,15 +38,15 @@ def coverage(layouts: Iterable[Layout], papers: Iterable[str]) -> dict[str, list
 
 
 def uncovered(layouts: Iterable[Layout]) -> list[Cell]:
-    """Published cells that no table of any page has a place for."""
+    """Return published cells that are in no table of any page."""
     placed = {_name(cell) for layout in layouts for shown in layout.shown for cell in shown.published}
     return [cell for cell in tables.published() if _name(cell) not in placed]
 
 
 def deviations(layouts: Iterable[Layout]) -> list[tuple[str, float]]:
-    """Methods and measured minus published points of what was run at a paper's scale, or at one that is not stated.
+    """Return method and deviation (measured minus published) of cells run at the paper's scale or an unstated one.
 
-    What several tables show counts once.
+    Cells in several tables count once.
     """
     found: dict[tuple[Any, ...], tuple[str, float]] = {}
     for shown in (shown for layout in layouts for shown in layout.shown):
@@ -59,10 +59,10 @@ def deviations(layouts: Iterable[Layout]) -> list[tuple[str, float]]:
 
 
 def hours(records: Records, config: Config) -> float | None:
-    """Expected hours of one core for a run, by recorded runs of its net on its data; None if there is none.
+    """Estimate the core hours of a run from recorded runs of its net on its data; None if there are none.
 
-    Of these the ones of its method count, else those of all methods; time is taken to grow with samples, rounds and
-    epochs.
+    Uses runs of the same method if there are any, else of all methods, and assumes time proportional to samples, rounds
+    and epochs.
     """
     like = [line for line in records.lines() if _kind(line["config"]) == _kind(config)]
     own = [line for line in like if _method(line["config"]) == _method(config)]
@@ -75,7 +75,7 @@ def _name(cell: Cell) -> str:
 
 
 def _kind(config: Config) -> str:
-    """Data, net and batches of a run."""
+    """Return data, net and batch size of a run."""
     model = config["model"]["init_args"]
     return json.dumps([config["data"]["class_path"], model["net"], model["batch_size"]], sort_keys=True)
 
@@ -85,7 +85,7 @@ def _method(config: Config) -> Any:
 
 
 def _work(config: Config) -> float:
-    """Samples that a run trains on, as often as it does: of like runs, how much longer one is than the other."""
+    """Return the work of a run: training samples times rounds and epochs."""
     data, scheme = config["data"]["init_args"], config["data"]["init_args"]["partition"]["init_args"]
     while "partition" in scheme:
         scheme = scheme["partition"]["init_args"]

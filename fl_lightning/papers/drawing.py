@@ -1,4 +1,4 @@
-"""Pictures of a table's recorded runs, one set for each data set, partition, net and number of agents of its cells."""
+"""Figures of a table's recorded runs, one set per data set, partition, net and number of agents."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fl_lightning.papers.tables import Cell
 from fl_lightning.papers.words import name_of
 
 About = tuple[str, ...]
-#: Weights of FedDAF in a round: the largest, and how many clients count.
+#: FedDAF's weights in a round: the largest one and the effective number of clients.
 FUSION = ("fusion/largest", "fusion/effective")
-#: Keys of cells that are drawn by studies, or not at all.
+#: Keys of cells that are drawn in studies only.
 VARIED = ("E", "F", "l1_weight")
-#: Folder of the records' own pictures, which need more of a run than its record.
+#: Folder of figures kept with the records, because a record is not enough to draw them.
 OWN = "pictures"
 
 
 def draw(records: Records, name: str, folder: Path) -> list[Path]:
-    """Draw a table's pictures; returns them in the order in which they are shown."""
+    """Draw a table's figures; returns their paths in display order."""
     groups = _groups(records, name)
     best = {_about(cell, name) for cell in tables.table(name) if tables.run_metric(cell) == "best_acc"}
     drawn = [path for study in tables.studies(name) for path in _study(records, name, study, folder)]
@@ -35,17 +35,17 @@ def draw(records: Records, name: str, folder: Path) -> list[Path]:
 
 
 def accuracy_of(name: str) -> str:
-    """The accuracy that a table is about."""
+    """Return the accuracy metric of a table."""
     shared = any(cell["metric"] == "global_test_acc" for cell in tables.table(name))
     return "global_test_acc" if shared else "local_test_acc"
 
 
 def keep_own(folder: Path, cell: Cell, run: Path) -> None:
-    """Keep with the records what a run's folder has that a record has not.
+    """Copy data of a run that is not part of its record to the records' folder.
 
     Args:
         folder: folder of the records.
-        cell: the cell that the run was made for.
+        cell: the cell of the run.
         run: folder of the run.
     """
     stem = folder / OWN / _stem(tables.table_name(cell), (cell["dataset"], cell["partition"], tables.line_name(cell)))
@@ -59,7 +59,7 @@ def keep_own(folder: Path, cell: Cell, run: Path) -> None:
 
 
 def _groups(records: Records, name: str) -> dict[About, dict[str, list[Result]]]:
-    """Recorded runs by what their picture is about and by line."""
+    """Group recorded runs by figure and line."""
     varied = [*VARIED, *(study["x"] for study in tables.studies(name))]
     groups: dict[About, dict[str, list[Result]]] = {}
     for cell in tables.table(name):
@@ -71,7 +71,7 @@ def _groups(records: Records, name: str) -> dict[About, dict[str, list[Result]]]
 
 
 def _group(runs: Mapping[str, list[Result]], about: About, stem: Path, accuracy: str, best: bool) -> list[Path]:
-    """All pictures of one group of runs that these have enough in them for."""
+    """Draw all figures of a group of runs for which there is data."""
     runs = {_line(line): found for line, found in runs.items()}
     every, title, drawn = [result for found in runs.values() for result in found], _title(about), []
 
@@ -100,7 +100,7 @@ def _group(runs: Mapping[str, list[Result]], about: About, stem: Path, accuracy:
 
 
 def _study(records: Records, name: str, study: Mapping[str, str], folder: Path) -> list[Path]:
-    """Final accuracy over the key that a study varies, one line for each value of another."""
+    """Draw the final accuracy over the key varied by a study, one line per value of another key."""
     lines: dict[str, dict[Any, Sequence[Result]]] = {}
     for cell in tables.table(name):
         plain = cell.get(study["x"]) is not None and not any(key in cell for key in tables.SCALES)
@@ -116,7 +116,7 @@ def _study(records: Records, name: str, study: Mapping[str, str], folder: Path) 
 
 
 def _own(records: Records, name: str, folder: Path) -> list[Path]:
-    """Pictures of a table that are kept with the records."""
+    """Draw figures of a table from data kept with the records."""
     if records.folder is None:
         return []
     kept = sorted((records.folder / OWN).glob(f"{name.replace('/', '-')}-*.png"))
@@ -124,23 +124,23 @@ def _own(records: Records, name: str, folder: Path) -> list[Path]:
 
 
 def _line(name: str) -> str:
-    """A line's name in words."""
+    """Return a line's display name."""
     method, _, rest = name.partition(" ")
     return ", ".join(filter(None, (name_of(method), rest)))
 
 
 def _title(about: About) -> str:
-    """A picture's title in words."""
+    """Return a figure's title."""
     return ", ".join(filter(None, map(name_of, about))).replace("\\", "")
 
 
 def _stem(name: str, about: About) -> str:
-    """First part of a picture's name."""
+    """Return the stem of a figure's file name."""
     return "-".join([name.replace("/", "-"), *about]).replace("*", "-star").replace(" ", "-")
 
 
 def _about(cell: Cell, name: str) -> About:
-    """Data and partition of a cell, the net where there are several for these, and what its scale is."""
+    """Return data, partition, net (if several were used with these) and scale of a cell."""
     same = (other for other in tables.table(name) if all(other[k] == cell[k] for k in ("dataset", "partition")))
     about = (cell["dataset"], cell["partition"])
     about += (cell["model"],) if len({other.get("model") for other in same}) > 1 else ()

@@ -1,4 +1,4 @@
-"""The machine and the code that a record was made with."""
+"""Machine and code versions of a record."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-#: Packages whose versions decide what a run comes to.
+#: Packages whose versions affect the result of a run.
 PACKAGES = ("fl-lightning", "lightning", "numpy", "torch")
 
 
 def environment() -> dict[str, Any]:
-    """Commit of the source tree, versions, processor, threads of this process and the date."""
+    """Return commit, package versions, processor, number of threads and date."""
     return {
         "commit": commit(Path(__file__).parent),
         "python": platform.python_version(),
@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of a folder's source tree, ending in ``-dirty`` where tracked files differ; None outside of git."""
+    """Return the git commit of a folder, with ``-dirty`` if tracked files differ; None outside of git."""
     asked = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
@@ -38,7 +38,7 @@ def commit(folder: Path) -> str | None:
 
 
 def processor() -> str:
-    """The processor's name, as the system has it."""
+    """Return the processor's name as reported by the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

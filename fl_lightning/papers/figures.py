@@ -1,4 +1,4 @@
-"""Pictures of finished runs: accuracy by round, by sub-population, and over clients."""
+"""Figures of finished runs: accuracy by round, by sub-population and over clients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from fl_lightning.papers.marked import save
 from fl_lightning.pictures import STYLES
 
-#: What the axes of pictures say.
+#: Axis labels.
 WORDS = {"global_test_acc": "global test accuracy (%)", "local_test_acc": "mean local test accuracy (%)"}
-#: Deviations, in points, from which on colours are the darkest.
+#: Deviation, in points, at which the colour scale saturates.
 LIMIT = 15.0
 MARKERS = "osD^vPX*<>hp"
 #: Results of the seeds of one method.
@@ -22,20 +22,20 @@ Runs = Sequence[Mapping[str, Any]]
 
 
 def curves(runs: Mapping[str, Runs], path: Path, title: str, name: str, best: bool = False) -> None:
-    """Test accuracy by round, one line per method, averaged over seeds.
+    """Draw the test accuracy by round, one line per method, averaged over seeds.
 
     Args:
         runs: results by method.
-        path: where the picture goes.
-        title: its title.
-        name: which accuracy.
-        best: whether each seed's best accuracy up to a round is drawn instead of that round's own.
+        path: output file.
+        title: title of the figure.
+        name: the accuracy metric.
+        best: whether to draw each seed's best accuracy up to a round instead of the round's.
     """
     _by_round(runs, name, path, title, f"best {WORDS[name]} so far" if best else WORDS[name], best)
 
 
 def losses(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """Training loss by round, one line per method, averaged over seeds (FedDAF's figure 2)."""
+    """Draw the training loss by round, one line per method, averaged over seeds (FedDAF's figure 2)."""
     _by_round(runs, "train_loss", path, title, "mean training loss")
 
 
@@ -51,7 +51,7 @@ def _by_round(runs: Mapping[str, Runs], name: str, path: Path, title: str, words
 
 
 def by_time(runs: Mapping[str, Runs], path: Path, title: str, name: str) -> None:
-    """Test accuracy over seconds of the run, validation included, averaged over seeds (FedDAF's figure 3)."""
+    """Draw the test accuracy over seconds, including validation, averaged over seeds (FedDAF's figure 3)."""
 
     def draw(axes: Any) -> None:
         for (colour, line), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
@@ -63,7 +63,7 @@ def by_time(runs: Mapping[str, Runs], path: Path, title: str, name: str) -> None
 
 
 def spent(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """Seconds of a round that clients and server take, the mean over rounds, one bar per method."""
+    """Draw the mean seconds per round of clients and server, one bar per method."""
 
     def draw(axes: Any) -> None:
         left = np.zeros(len(runs))
@@ -78,7 +78,7 @@ def spent(runs: Mapping[str, Runs], path: Path, title: str) -> None:
 
 
 def logged(runs: Mapping[str, Runs], path: Path, title: str, names: Sequence[str]) -> None:
-    """Metrics that methods log of a round, one panel for each of the names, averaged over seeds."""
+    """Draw logged metrics by round, one panel per name, averaged over seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(names), 3), layout="constrained")
@@ -94,7 +94,7 @@ def logged(runs: Mapping[str, Runs], path: Path, title: str, names: Sequence[str
 
 
 def agents(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """Every agent's weight for agent 0 by round, of each method's first seed (figure 3 of the WAFFLE paper)."""
+    """Draw every agent's weight for agent 0 by round, for each method's first seed (figure 3 of the WAFFLE paper)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(runs), 3.2), layout="constrained")
@@ -113,7 +113,7 @@ def agents(runs: Mapping[str, Runs], path: Path, title: str) -> None:
 
 
 def sub_populations(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """Accuracy of majority (thin) and minority (thick) by round (the papers' figure 5)."""
+    """Draw the accuracy of majority (thin) and minority (thick) by round (the papers' figure 5)."""
 
     def draw(axes: Any) -> None:
         for (colour, _), (method, results) in zip(cycle(STYLES), runs.items(), strict=False):
@@ -127,7 +127,7 @@ def sub_populations(runs: Mapping[str, Runs], path: Path, title: str) -> None:
 
 
 def distribution(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """How many clients end with which accuracy, minority on top of majority (the papers' figure 3)."""
+    """Draw histograms of the clients' final accuracies, minority stacked on majority (the papers' figure 3)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 2.2 * len(runs)), layout="constrained")
@@ -145,7 +145,7 @@ def distribution(runs: Mapping[str, Runs], path: Path, title: str) -> None:
 
 
 def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: str, about: str) -> None:
-    """Final accuracy over a setting, mean and standard deviation over seeds; what is no number is a level line."""
+    """Draw the final accuracy over a setting, mean and std over seeds; non-numeric settings are horizontal lines."""
 
     def draw(axes: Any) -> None:
         for (colour, style), (name, runs) in zip(cycle(STYLES), lines.items(), strict=False):
@@ -163,9 +163,9 @@ def study(lines: Mapping[str, Mapping[Any, Runs]], path: Path, title: str, key: 
 
 
 def trade_off(runs: Mapping[str, Runs], path: Path, title: str) -> None:
-    """Privacy against accuracy against fairness, all methods on one page; left and low is the good corner of each.
+    """Draw privacy, accuracy and fairness of all methods against each other; lower left is best in each panel.
 
-    The attack is the strongest that any adversary but the insider carried out, by AUROC; chance where nothing crosses.
+    Privacy is the highest AUROC of any adversary but the insider; chance level if no message is sent.
     """
     from matplotlib.figure import Figure
 
@@ -195,7 +195,7 @@ def trade_off(runs: Mapping[str, Runs], path: Path, title: str) -> None:
 
 
 def inversions(images: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> None:
-    """Reconstructions of one client by the outsider under each method (the papers' figure 6): class means first."""
+    """Draw the outsider's reconstructions of one client by method, after the class means (the papers' figure 6)."""
     from matplotlib.figure import Figure
 
     shown = {method: [one for one in found if one["view"] == "outsider"] for method, found in images.items()}
@@ -220,7 +220,7 @@ def inversions(images: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, ti
 
 
 def _of_one_client(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The reconstructions of the first client, under every assumption."""
+    """Return the reconstructions of the first client, under every assumption."""
     return [one for one in found if one["client"] == found[0]["client"]]
 
 
@@ -240,11 +240,11 @@ def _picture(draw: Callable[[Any], None], path: Path) -> None:
 
 
 def deviations(tables: Mapping[str, tuple[list[str], list[str], list[list[Any]]]], path: Path) -> Path:
-    """Measured minus published value of many tables; hatched where a run is smaller, white where there is none.
+    """Draw measured minus published values of several tables; hatched for smaller runs, white for missing ones.
 
     Args:
         tables: rows, columns and places by title; a place has ``deviation`` and ``measured``, or is None.
-        path: where the picture goes.
+        path: output file.
     """
     from matplotlib.figure import Figure
 
@@ -261,7 +261,7 @@ def deviations(tables: Mapping[str, tuple[list[str], list[str], list[list[Any]]]
 
 
 def _halves(heights: Sequence[float]) -> list[list[int]]:
-    """Indices of what goes left and right, in order, of about the same height."""
+    """Split panels into a left and a right column of about the same height; returns indices."""
     cut = next(i for i in range(1, len(heights) + 1) if sum(heights[:i]) >= sum(heights) / 2)
     return [half for half in (list(range(cut)), list(range(cut, len(heights)))) if half]
 
@@ -291,11 +291,11 @@ def _rectangle(corner: tuple[float, float], **look: Any) -> Any:
 
 
 def pays(panels: Mapping[str, tuple[list[str], list[str], list[list[tuple[str, float] | None]]]], path: Path) -> Path:
-    """How far the best federated method is ahead of Local, one panel for each data set, and a line of them by measure.
+    """Draw the gain of the best federated method over Local, one panel per data set (columns) and measure (rows).
 
     Args:
-        panels: rows, columns and (method, gain) by title, as many of one measure as of the other.
-        path: where the picture goes.
+        panels: rows, columns and (method, gain) by title; the same number of panels for both measures.
+        path: output file.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Tables of the pages: published and measured values in rows and columns, as ``pages.yaml`` lays them out."""
+"""Tables of the pages: published and measured values, arranged by ``pages.yaml``."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fl_lightning.papers.records import Records
 from fl_lightning.papers.tables import Cell
 
 Place = tuple[Any, ...]
-#: Metrics in points, whose deviations are looked at.
+#: Units of metrics whose deviations are checked.
 POINTS = ("percent", "percentage_points")
-#: Points from which on a deviation has a footnote.
+#: Deviation, in points, above which a cell has a footnote.
 TOLERANCE = 2.0
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One place of a table.
+    """One place in a table.
 
     Args:
-        cell: what is measured.
-        published: the published cells that it stands beside, the first of them is printed; none for rows of our own.
-        measured: what its runs came to, None if there are none.
+        cell: the measured cell.
+        published: the published cells it is compared with; the first one is printed. Empty for rows of our own.
+        measured: the result of its runs; None if there are none.
     """
 
     cell: Cell
@@ -50,7 +50,7 @@ class Shown:
 
     @property
     def deviates(self) -> bool:
-        """Whether the deviation asks for an explanation."""
+        """Whether the deviation needs an explanation."""
         if self.deviation is None:
             return False
         unit = self.published[0]["unit"]
@@ -58,12 +58,12 @@ class Shown:
 
 
 class Layout:
-    """A table of a page.
+    """A table on a page.
 
     Args:
         records: the records of all runs.
         plan: the table's entry in ``pages.yaml``.
-        is_ours: whether the page is of tables of our own, of which published values are no part.
+        is_ours: whether the page shows tables of our own, without published values.
     """
 
     def __init__(self, records: Records, plan: Mapping[str, Any], is_ours: bool = False) -> None:
@@ -73,7 +73,7 @@ class Layout:
 
     @cached_property
     def places(self) -> dict[Place, dict[Place, Shown]]:
-        """Cells that are shown, by row and column."""
+        """Displayed cells by row and column."""
         found: dict[Place, dict[Place, Shown]] = {}
         for cell in self._cells():
             row = tuple(cell.get(key) for key in self.plan["rows"])
@@ -86,20 +86,20 @@ class Layout:
 
     @cached_property
     def absent(self) -> list[Cell]:
-        """Cells that the table asks for and that no run was made for, published or not; of one run the first."""
+        """Cells of the table without a run, published or not; the first cell for each missing run."""
         found = {tables.config_hash(tables.config_of(cell)): cell for cell in reversed(list(self._cells()))}
         return [cell for cell in reversed(found.values()) if not self.records.seeds(tables.config_of(cell))]
 
     @cached_property
     def columns(self) -> list[Place]:
-        """Columns in the order in which cells have them."""
+        """Columns in the order of the cells."""
         wanted = [tuple(cell.get(key) for key in self.plan["columns"]) for cell in self._cells()]
         there = {column for row in self.places.values() for column in row}
         return [column for column in dict.fromkeys(wanted) if column in there]
 
     @property
     def is_hidden(self) -> bool:
-        """Whether the table is of larger runs, of which none was made: they are but listed."""
+        """Whether the table is listed but not shown, because none of its larger runs was made."""
         return bool(self.plan.get("larger")) and all(one.measured is None for one in self.shown)
 
     @property
@@ -109,7 +109,7 @@ class Layout:
             yield from row.values()
 
     def local(self, shown: Shown) -> Measured | None:
-        """Result of Local on the same data, in this table or in the row that another one lends."""
+        """Return the result of Local on the same data, from this table or the row taken from another one."""
         like = ("dataset", "partition", "model", "metric", "E", "agents")
         same = (o for o in self.shown if all(o.cell.get(key) == shown.cell.get(key) for key in like))
         own = next((other.measured for other in same if other.cell["method"] == "local"), None)
@@ -117,7 +117,7 @@ class Layout:
         return own if lent is None else lent[1]
 
     def beneath(self) -> tuple[Cell, Measured] | None:
-        """The row that another table lends to this one."""
+        """The row taken from another table."""
         plan = self.plan.get("beneath")
         if plan is None:
             return None
@@ -133,7 +133,7 @@ class Layout:
                     yield cell
 
     def _asked(self, cell: Cell) -> bool:
-        """Whether a cell has the metric that is measured here, where the published one is another."""
+        """Whether a cell has the metric measured here, if it differs from the published one."""
         return bool(cell["metric"] == self.plan.get("metric", cell["metric"]))
 
     def _order(self, row: Place) -> int:
@@ -149,7 +149,7 @@ class Layout:
 
 
 def _published_as(cell: Cell, metric: str) -> Cell:
-    """Name of a cell in the paper."""
+    """Return the cell as named in the paper."""
     stand_for: dict[str, str] = tables.pages()["stand_for"]
     asked = {**tables.identity(cell), "method": stand_for.get(cell["method"], cell["method"]), "metric": metric}
     return {key: value for key, value in asked.items() if key not in ("paper", "table", *tables.SCALES)}

@@ -1,4 +1,4 @@
-"""Files that are written again and again carry a mark, so that nothing else is ever replaced."""
+"""Marks in generated files, so that no other file is ever overwritten."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from fl_lightning.errors import FederationError
 
-#: In every page and picture.
+#: The mark in every page and figure.
 MARK = "written by fl-lightning reproduce"
 #: Last line of a page.
 COMMENT = f"<!-- {MARK} -->"
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a page, unless a file without the mark is there."""
+    """Write a page; refuse to overwrite a file without the mark."""
     check(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text.rstrip()}\n\n{COMMENT}\n", encoding="utf-8")
@@ -23,7 +23,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Save a picture, unless a file without the mark is there."""
+    """Save a figure; refuse to overwrite a file without the mark."""
     check(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": MARK})
@@ -31,7 +31,7 @@ def save(figure: Any, path: Path) -> Path:
 
 
 def copy(source: Path, path: Path) -> Path:
-    """Copy a picture that has the mark, unless a file without it is there."""
+    """Copy a marked figure; refuse to overwrite a file without the mark."""
     check(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(source.read_bytes())
@@ -39,7 +39,7 @@ def copy(source: Path, path: Path) -> Path:
 
 
 def adopt(source: Path, path: Path) -> Path:
-    """Copy a picture and give it the mark."""
+    """Copy a figure and mark it."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -58,13 +58,13 @@ def is_marked(path: Path) -> bool:
 
 
 def check(path: Path) -> None:
-    """Refuse to replace a file that somebody else wrote."""
+    """Refuse to overwrite a file without the mark."""
     if path.exists() and not is_marked(path):
         raise FederationError(f"{path} was not {MARK}: move it away, or choose another folder.")
 
 
 def remove_others(folders: Iterable[Path], written: Iterable[Path]) -> list[Path]:
-    """Remove the files with the mark that were not written this time; returns them."""
+    """Remove and return marked files that were not written this time."""
     kept = {path.resolve() for path in written}
     files = [path for folder in folders if folder.is_dir() for path in sorted(folder.rglob("*")) if path.is_file()]
     old = [path for path in files if path.resolve() not in kept and path.suffix in (".md", ".png") and is_marked(path)]

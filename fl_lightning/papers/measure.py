@@ -1,4 +1,4 @@
-"""Mean and spread over recorded runs for a cell of a table."""
+"""Mean and standard deviation over recorded runs for a cell of a table."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from fl_lightning.papers import tables
 from fl_lightning.papers.records import Records, Result
 from fl_lightning.papers.tables import Cell, Config
 
-#: A metric swings if its standard deviation over the last rounds of a run is above this many points.
+#: A metric is unstable if its standard deviation over the last rounds of a run exceeds this many points.
 SWING = 1.0
-#: Rounds that are looked at for that.
+#: Number of last rounds for this check.
 LAST = 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of the recorded runs of a cell.
+    """Result of a cell's recorded runs.
 
     Args:
         values: the metric of every seed.
         seeds: the seeds.
-        rounds: rounds of a run.
-        scale: how the runs are smaller than the paper's, or ``full``.
+        rounds: number of rounds of a run.
+        scale: how the runs are smaller than in the paper, or ``full``.
         coverage: one of ``tables.COVERAGE``.
-        seconds: what every run took.
+        seconds: duration of every run.
         run: name of the configuration.
-        last: mean over seeds of the last rounds, where the metric is the last round's and swings.
+        last: mean over seeds and last rounds, if the metric is of the last round and unstable.
     """
 
     values: tuple[float, ...]
@@ -55,7 +55,7 @@ class Measured:
 def measure(
     records: Records, cell: Cell, seeds: Sequence[int] | None = None, rounds: int | None = None
 ) -> Measured | None:
-    """Result of the recorded runs of a cell, with the given seeds or with all; None if there is none."""
+    """Return the result of a cell's recorded runs, with the given seeds or all; None if there are none."""
     config, other = tables.config_of(cell, rounds), tables.beside(cell)
     found = {seed: value for seed in _seeds(records, config, seeds) if (value := _value(records, cell, config, seed))}
     if other is not None:
@@ -82,7 +82,7 @@ def measure(
 def results(
     records: Records, cell: Cell, seeds: Sequence[int] | None = None, rounds: int | None = None
 ) -> list[Result]:
-    """Results of a cell's recorded runs, by seed."""
+    """Return results of a cell's recorded runs, by seed."""
     config = tables.config_of(cell, rounds)
     every = (records.result(config, seed) for seed in _seeds(records, config, seeds))
     return [result for result in every if result is not None]
@@ -93,7 +93,7 @@ def _seeds(records: Records, config: Config, seeds: Sequence[int] | None) -> Seq
 
 
 def _value(records: Records, cell: Cell, config: Config, seed: int) -> tuple[float, Result] | None:
-    """A run's metric and the run's result; None where there is no such run, or it has no such metric."""
+    """Return a run's metric and result; None if the run or its metric is missing."""
     result, metric = records.result(config, seed), tables.run_metric(cell)
     if cell["metric"] == "gain_over_fedavg":
         metric = "local_test_acc"
@@ -101,7 +101,7 @@ def _value(records: Records, cell: Cell, config: Config, seed: int) -> tuple[flo
 
 
 def _last(cell: Cell, found: Sequence[Result]) -> float | None:
-    """Mean over seeds of the mean of the last rounds, if any seed's swing."""
+    """Return the mean over seeds and last rounds if the metric is unstable for any seed."""
     metric: Any = tables.run_metric(cell)
     tails = [_curve(result, metric)[-LAST:] for result in found]
     if any(len(tail) < LAST for tail in tails) or max(map(statistics.pstdev, tails)) <= SWING:
@@ -110,7 +110,7 @@ def _last(cell: Cell, found: Sequence[Result]) -> float | None:
 
 
 def _curve(result: Result, metric: str) -> list[float]:
-    """A metric by round; the gap is that between the curves of majority and minority."""
+    """Return a metric by round; the gap is computed from the curves of majority and minority."""
     curves = result["curves"]
     if metric == "gap" and "minority" in curves:
         return [more - less for more, less in zip(curves["majority"], curves["minority"], strict=True)]

@@ -1,4 +1,4 @@
-"""The pages of results, written from the records alone."""
+"""Pages of results, generated from the records alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fl_lightning.sheet import markdown
 Plan = Mapping[str, Any]
 #: Rows, columns and places of a table.
 Grid = tuple[list[str], list[str], list[list[Shown | None]]]
-#: Folders of a paper's page and pictures.
+#: Folders of the papers' pages and figures.
 PAGES, PICTURES = "results", "pictures/results"
 UNEXPLAINED, SMALLER = "Unexplained.", "Run at a smaller scale, not comparable."
-#: Rows of a paper's own method, by key of a claim, and all others.
+#: Row names for a paper's own method, by key of a claim, and for all other methods.
 OWN, OTHERS = {"original": "its method, as published", "changed": "its method, ours"}, "other methods"
-#: README's table: name, method, and the metrics of a column each.
+#: README's table: row names and methods.
 ROWS = {
     "Local": "local",
     "FedAvg": "fedavg",
@@ -40,7 +40,7 @@ COLUMNS = {"all clients": "local_test_acc", "majority": "majority", "minority": 
 
 
 def write_pages(records: Records, docs: Path) -> list[Path]:
-    """Write the pages of all tables and their pictures into a folder, and remove those of earlier times.
+    """Write pages and figures of all tables to a folder, and remove outdated ones.
 
     Returns:
         The files, pages first.
@@ -66,7 +66,7 @@ def write_pages(records: Records, docs: Path) -> list[Path]:
 
 
 def readme_table(records: Records) -> str:
-    """README's table: MNIST with a majority and a minority of clients, mean over seeds."""
+    """Return README's table: MNIST with a majority and a minority of clients, mean over seeds."""
     asked = {"dataset": "mnist", "partition": "multimodal_Z2", "metric": list(COLUMNS.values())}
     plan = {"of": [f"waffle_factor_journal/table{n}" for n in (1, 2)], "where": asked}
     places = Layout(records, {**plan, "rows": ["method"], "columns": ["metric"]}).places
@@ -82,7 +82,7 @@ def _short(measured: Measured) -> str:
 
 
 def front_page(records: Records, layouts: Mapping[str, Sequence[Layout]]) -> str:
-    """The first page: claims, coverage and the picture of all deviations."""
+    """Return the first page: claims, coverage and the figure of all deviations."""
     plans = [plan for plan in tables.pages()["pages"] if "claims" in plan]
     claims = [(plan, judge(records, claim)) for plan in plans for claim in plan["claims"]]
     rows = [[_link(plan), *_claim_texts(claim)] for plan, claim in claims]
@@ -98,7 +98,7 @@ def front_page(records: Records, layouts: Mapping[str, Sequence[Layout]]) -> str
 
 
 def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
-    """The page of one paper: claims, its tables, assumptions, and what was not measured."""
+    """Return the page of one paper: claims, tables, assumptions and missing cells."""
     parts = [f"# {plan['title']}\n", f"{plan['about'].strip()}\n"]
     if plan.get("published", True):
         parts.append(tables.pages()["texts"]["entries"])
@@ -117,7 +117,7 @@ def paper_page(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
 
 
 def curves_page(plan: Plan, pictures: Mapping[str, Sequence[Path]]) -> str:
-    """The page of a paper's pictures."""
+    """Return the page of a paper's figures."""
     about = tables.pages()["texts"]["curves"]
     head = f"Means over seeds of the runs behind [the tables]({plan['name']}.md). {about}"
     parts = [f"# Curves: {plan['title']}\n", head]
@@ -131,7 +131,7 @@ def curves_page(plan: Plan, pictures: Mapping[str, Sequence[Path]]) -> str:
 
 
 def section(layout: Layout, explanations: Sequence[Plan] = (), level: str = "##") -> str:
-    """One table of a page, with its footnotes; empty where nothing is to be shown."""
+    """Return one table of a page with its footnotes; empty if there is nothing to show."""
     if not layout.places or layout.is_hidden:
         return ""
     notes: dict[str, int] = {}
@@ -154,7 +154,7 @@ def _layouts(records: Records, plan: Plan) -> list[Layout]:
 
 
 def _mapped(layouts: Mapping[str, Sequence[Layout]]) -> dict[str, Grid]:
-    """Titles, rows, columns and places of the tables that are in the picture of deviations."""
+    """Return the tables in the figure of deviations, by title."""
     return {
         f"{plan['title']}\n{layout.plan['title']}": _grid(layout)
         for plan in tables.pages()["pages"]
@@ -164,7 +164,7 @@ def _mapped(layouts: Mapping[str, Sequence[Layout]]) -> dict[str, Grid]:
 
 
 def _grid(layout: Layout) -> Grid:
-    """Rows that have published values, columns and places."""
+    """Return rows with published values, columns and places."""
     kept = {row: found for row, found in layout.places.items() if any(one.published for one in found.values())}
     rows = [_plain(_said(layout.plan["rows"], row)) for row in kept]
     columns = [_plain(_said(layout.plan["columns"], column)) for column in layout.columns]
@@ -172,7 +172,7 @@ def _grid(layout: Layout) -> Grid:
 
 
 def _entry(layout: Layout, shown: Shown | None, explanations: Sequence[Plan], notes: dict[str, int]) -> str:
-    """Published and measured value of one place, with the number of its footnote."""
+    """Format the published and measured value of one place, with the number of its footnote."""
     if shown is None:
         return ""
     ours = "not measured" if shown.measured is None else _own(shown.measured)
@@ -189,7 +189,7 @@ def _own(measured: Measured) -> str:
 
 
 def explain(layout: Layout, shown: Shown, explanations: Sequence[Plan]) -> str:
-    """Text of the first explanation that fits a deviation, or the word unexplained."""
+    """Return the first explanation that matches a deviation, or "Unexplained."."""
     assert shown.measured is not None
     is_reduced = shown.measured.coverage == REDUCED
     fitting = (
@@ -199,7 +199,7 @@ def explain(layout: Layout, shown: Shown, explanations: Sequence[Plan]) -> str:
 
 
 def _applies(layout: Layout, shown: Shown, one: Plan) -> bool:
-    """Whether an explanation is for this place: by its cell, and by what was measured there."""
+    """Whether an explanation matches this place, by its cell and measured value."""
     assert shown.measured is not None
     assert shown.value is not None
     if not tables.fits(shown.cell, one.get("when", {})):
@@ -216,7 +216,7 @@ def _applies(layout: Layout, shown: Shown, one: Plan) -> bool:
 
 
 def _scales(layout: Layout) -> str:
-    """How the runs of a table are smaller than the paper's, by column, or by row where columns are not of one scale."""
+    """Describe how a table's runs are smaller than the paper's, by column, or by row if columns mix scales."""
     smaller = [shown for shown in layout.shown if shown.measured is not None and shown.measured.scale != FULL]
     axes = [_by_scale(layout, smaller, axis) for axis in ("columns", "rows")]
     found = next((one for one in axes if len(set().union(*one.values())) == sum(map(len, one.values()))), axes[0])
@@ -228,7 +228,7 @@ def _scales(layout: Layout) -> str:
 
 
 def _by_scale(layout: Layout, places: Sequence[Shown], axis: str) -> dict[str, list[str]]:
-    """Names of the columns or rows of each scale."""
+    """Group the names of columns or rows by scale."""
     found: dict[str, dict[str, None]] = {}
     for shown in places:
         assert shown.measured is not None
@@ -248,7 +248,7 @@ def _coverage_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layout
 
 
 def _deviation_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layout]]) -> str:
-    """Deviations of every paper's own method, of our variant of it and of the others, in figures."""
+    """Return statistics of the deviations: each paper's own method, our variant of it, and other methods."""
     rows = []
     for plan in plans:
         own = {claim[key]: said for key, said in OWN.items() for claim in plan["claims"] if key in claim}
@@ -266,7 +266,7 @@ def _deviation_table(plans: Sequence[Plan], layouts: Mapping[str, Sequence[Layou
 
 
 def _missing(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
-    """Parts of a paper that were not measured, and their cost."""
+    """Return the parts of a paper that were not measured, and their cost."""
     left, said = coverage(layouts, plan["papers"])[NONE], tables.pages()["texts"]
     known: set[str] = set()
     rows = [row for one in layouts if not one.plan.get("larger") for row in _left_of(records, one, left, known)]
@@ -281,7 +281,7 @@ def _missing(records: Records, plan: Plan, layouts: Sequence[Layout]) -> str:
 
 
 def _left_of(records: Records, layout: Layout, left: Sequence[Cell], known: set[str]) -> Iterator[list[str]]:
-    """Published cells of one table that were not measured, by data set; adds their runs to those that are known."""
+    """Yield unmeasured published cells of one table by data set; adds their runs to ``known``."""
     found: dict[str, list[Shown]] = {}
     for shown in layout.shown:
         if any(cell in left for cell in shown.published):
@@ -297,7 +297,7 @@ def _left_of(records: Records, layout: Layout, left: Sequence[Cell], known: set[
 
 
 def _others(records: Records, layouts: Sequence[Layout], known: set[str]) -> Iterator[list[str]]:
-    """Runs that were not made and are not known, each at the first table that asks for it."""
+    """Yield missing runs that are not in ``known``, each with the first table that needs it."""
     for layout in layouts:
         found: dict[str, list[Cell]] = {}
         for cell in layout.absent:
@@ -312,7 +312,7 @@ def _others(records: Records, layouts: Sequence[Layout], known: set[str]) -> Ite
 
 
 def _single(records: Records, layouts: Sequence[Layout]) -> str:
-    """Cost of a second seed of the runs that have one."""
+    """Return the cost of a second seed for runs with one seed."""
     measured = {one.measured.run: one.measured for layout in layouts for one in layout.shown if one.measured}
     once = [sum(one.seconds) for one in measured.values() if len(one.seeds) == 1]
     if not once:
@@ -321,14 +321,14 @@ def _single(records: Records, layouts: Sequence[Layout]) -> str:
 
 
 def _cost(records: Records, configs: Iterable[Config]) -> str:
-    """Hours of one core that runs would take."""
+    """Return the estimated core hours of runs."""
     costs = [hours(records, config) for config in configs]
     known = [cost for cost in costs if cost is not None]
     return "no similar run" if len(known) < len(costs) else f"{sum(known):.1f}"
 
 
 def _runs(records: Records, layouts: Sequence[Layout]) -> str:
-    """Number and duration of the runs behind a page, and where they were made."""
+    """Return number, duration and environment of the runs behind a page."""
     names = {one.measured.run for layout in layouts for one in layout.shown if one.measured is not None}
     lines = [line["result"] for line in records.lines() if line["run"] in names]
     whole, minutes = divmod(round(sum(result["seconds"] for result in lines) / 60), 60)
@@ -351,7 +351,7 @@ def _link(plan: Plan) -> str:
 
 
 def _said(keys: Sequence[str], place: Place) -> str:
-    """A row or column by its values; numbers have their key before them."""
+    """Name a row or column by its values; numbers are prefixed by their key."""
     words = (_value(key, value) for key, value in zip(keys, place, strict=True) if value is not None)
     return ", ".join(word for word in words if word)
 

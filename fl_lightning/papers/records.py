@@ -1,4 +1,4 @@
-"""Records of finished runs, from which every page is written: one file of JSON lines for each table."""
+"""Records of finished runs, the source of every page: one JSON Lines file per table."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fl_lightning.papers.tables import Config, config_hash
 Result = dict[str, Any]
 Key = tuple[str, int]
 SUFFIX = ".jsonl"
-#: What a line holds.
+#: Keys of a line.
 PARTS = {"run", "seed", "config", "result"}
 
 
 class Records:
     """Results of finished runs by configuration and seed.
 
-    A run that several tables ask for is recorded once, in the file of the table for which it was made.
+    A run needed by several tables is recorded once, in the file of the table it was made for.
 
     Args:
-        folder: folder of the files; None keeps records in memory alone, for trials.
+        folder: folder of the files; None keeps records in memory only.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -43,18 +43,18 @@ class Records:
             yield from found.values()
 
     def result(self, config: Config, seed: int) -> Result | None:
-        """The result of a finished run, or None."""
+        """Return the result of a finished run, or None."""
         key = (config_hash(config), seed)
         found: Result | None = next((file[key]["result"] for file in self.files.values() if key in file), None)
         return found
 
     def seeds(self, config: Config) -> list[int]:
-        """Seeds with which a configuration was run."""
+        """Return the recorded seeds of a configuration."""
         run = config_hash(config)
         return sorted(seed for file in self.files.values() for name, seed in file if name == run)
 
     def keep(self, name: str, config: Config, seed: int, result: Mapping[str, Any]) -> None:
-        """Record a run, in the file that has it or else in that of the table."""
+        """Record a run, in the file that already has it or else in the table's file."""
         key = (config_hash(config), seed)
         stem = next((stem for stem, file in self.files.items() if key in file), name.replace("/", "_"))
         line = {"run": key[0], "seed": seed, "config": config, "result": dict(result)}
@@ -72,7 +72,7 @@ class Records:
 
 
 def _text(line: Mapping[str, Any]) -> str:
-    """One record as its file has it: name first, keys in order, no blanks."""
+    """Format a record as a line: name first, keys sorted, no blanks."""
     head = {key: line[key] for key in ("run", "seed")}
     rest = {key: line[key] for key in ("config", "result")}
     compact = {"separators": (",", ":")}
@@ -86,5 +86,5 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError:
             line = None
         if not isinstance(line, dict) or line.keys() != PARTS:
-            raise FederationError(f"{path}, line {number}, is no record: remove the line and run its cell again.")
+            raise FederationError(f"{path}, line {number}, is not a record: remove the line and run its cell again.")
         yield line

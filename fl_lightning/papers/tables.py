@@ -1,8 +1,8 @@
-"""Published tables as data: their cells, and the run that each cell asks for.
+"""Published tables as data: their cells, and the run of each cell.
 
 A cell is a dict with the keys of ``papers/published.yaml`` (paper, table, dataset, partition, method, metric, value and
-what else tells it from its neighbours). A recipe, one file per family of papers, turns a cell into the configuration of
-``fl-lightning fit``. Several cells may ask for one and the same run.
+other keys that identify it). A recipe, one file per family of papers, turns a cell into a configuration of
+``fl-lightning fit``. Several cells may share a run.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fl_lightning.errors import FederationError
 
 Cell = dict[str, Any]
 Config = dict[str, Any]
-#: Keys of a cell that do not tell its run from others.
+#: Keys of a cell that do not identify its run.
 _NOT_OF_THE_RUN = ("paper", "table", "metric", "value", "std", "unit", "note", "measured")
 
-#: Files that are no recipes: the published cells, and the pages on which they are shown.
+#: Files that are not recipes: published cells and the layout of pages.
 NO_RECIPES = "published.yaml", "pages.yaml"
-#: How a cell is run: as in the paper, on a part of the data, at a scale that the paper does not state, or smaller.
+#: Coverage of a cell: as in the paper, on part of the data, at a scale not stated in the paper, or smaller.
 COVERAGE = FULL, PART, UNSTATED, REDUCED = "full", "part of the data", "scale not stated", "reduced"
-#: Keys that recipes add for runs at another scale; no published cell has them.
+#: Keys that recipes add for runs at another scale; published cells do not have them.
 SCALES = ("agents", "images")
-#: Keys that tell every cell's run, and do not tell lines of one picture from each other.
+#: Keys that identify runs but are not part of line names.
 _PLAIN = ("dataset", "partition", "method", "model")
 
 
@@ -50,36 +50,36 @@ def recipes() -> list[dict[str, Any]]:
 
 
 def papers() -> dict[str, str]:
-    """Titles of the papers by their short names."""
+    """Return the papers' titles by short name."""
     titles: dict[str, str] = _read("published.yaml")["papers"]
     return titles
 
 
 def published() -> list[Cell]:
-    """Every published cell."""
+    """Return all published cells."""
     cells: list[Cell] = _read("published.yaml")["results"]
     return cells
 
 
 def pages() -> dict[str, Any]:
-    """How the pages of results are laid out."""
+    """Return the layout of the pages of results."""
     found: dict[str, Any] = _read("pages.yaml")
     return found
 
 
 def identity(cell: Cell) -> Cell:
-    """A cell without its values: what it is of."""
+    """Return a cell without its values."""
     return {k: v for k, v in cell.items() if k not in ("value", "std", "unit", "note")}
 
 
 def table_name(cell: Cell) -> str:
-    """Name of a cell's table on the command line, such as ``waffle_factor_journal/table2``."""
+    """Return the command-line name of a cell's table, such as ``waffle_factor_journal/table2``."""
     return f"{cell['paper']}/{cell['table'].lower().replace(' ', '').replace('.', '')}"
 
 
 @cache
 def tables() -> dict[str, list[Cell]]:
-    """Every table that a recipe covers, with its cells and those that the recipe adds."""
+    """Return all tables covered by recipes, with their cells and those that recipes add."""
     found: dict[str, list[Cell]] = {}
     for recipe in recipes():
         printed = (cell for cell in published() if cell["paper"] in recipe["papers"])
@@ -91,7 +91,7 @@ def tables() -> dict[str, list[Cell]]:
 
 
 def table(name: str) -> list[Cell]:
-    """The cells of a table."""
+    """Return the cells of a table."""
     known = tables()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -101,7 +101,7 @@ def table(name: str) -> list[Cell]:
 
 
 def config_of(cell: Cell, rounds: int | None = None) -> Config:
-    """The run that a cell asks for, or one of so many rounds."""
+    """Return the configuration of a cell's run, optionally with another number of rounds."""
     recipe = next(r for r in recipes() if cell["paper"] in r["papers"])
     config: Config = {}
     for rule in recipe["rules"]:
@@ -116,42 +116,42 @@ def config_of(cell: Cell, rounds: int | None = None) -> Config:
 
 
 def scale_of(cell: Cell) -> str | None:
-    """Note of the recipe on a cell that it runs smaller than the paper does, None where it does not."""
+    """Return the recipe's note on how a cell's run is smaller than in the paper; None if it is not."""
     rule = _scaled(cell)
     return rule["scale"] if rule else None
 
 
 def coverage_of(cell: Cell) -> str:
-    """How a cell is run beside the paper: one of ``COVERAGE``."""
+    """Return the coverage of a cell: one of ``COVERAGE``."""
     rule = _scaled(cell)
     return rule.get("coverage", REDUCED) if rule else FULL
 
 
 def _scaled(cell: Cell) -> dict[str, Any]:
-    """The last rule that says how a cell is run smaller; empty where none does."""
+    """Return the last rule that reduces a cell's run; empty if there is none."""
     rules = (rule for recipe in recipes() if cell.get("paper") in recipe["papers"] for rule in recipe["rules"])
     said = [rule for rule in rules if "scale" in rule and fits(cell, rule.get("when", {}))]
     return said[-1] if said else {}
 
 
 def run_metric(cell: Cell) -> str:
-    """Name of a cell's metric in a run's result; attacks have one figure for every view."""
+    """Return the name of a cell's metric in a run's result; attacks have one value per view."""
     metric = OF_THE_AGENT.get(cell["metric"], str(cell["metric"]))
     return f"{metric}/{cell['view']}" if "view" in cell else metric
 
 
 def beside(cell: Cell) -> Cell | None:
-    """The cell whose run a metric compares with: FedAvg on the same data, for a gain over it."""
+    """Return the cell that a metric is relative to: FedAvg on the same data, for gains over it."""
     return {**cell, "method": "fedavg", "metric": "local_test_acc"} if cell["metric"] == "gain_over_fedavg" else None
 
 
 def config_hash(config: Config) -> str:
-    """Short hash of a configuration, whatever the order of its keys."""
+    """Return a short hash of a configuration, independent of the order of keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def select(cells: Iterable[Cell], only: Mapping[str, str]) -> list[Cell]:
-    """The cells whose keys have the given values, such as ``{"dataset": "mnist"}``; commas separate alternatives."""
+    """Select cells by values of keys, such as ``{"dataset": "mnist"}``; commas separate alternatives."""
     chosen = [cell for cell in cells if all(str(cell.get(k)) in v.split(",") for k, v in only.items())]
     if not chosen:
         asked = " ".join(f"{k}={v}" for k, v in only.items())
@@ -160,7 +160,7 @@ def select(cells: Iterable[Cell], only: Mapping[str, str]) -> list[Cell]:
 
 
 def studies(name: str) -> list[dict[str, str]]:
-    """The studies of a table: which key of its cells is varied (``x``), and by which other key (``line``)."""
+    """Return the studies of a table: the varied key of its cells (``x``) and the key of lines (``line``)."""
     return [
         study
         for recipe in recipes()
@@ -170,13 +170,13 @@ def studies(name: str) -> list[dict[str, str]]:
 
 
 def line_name(cell: Cell) -> str:
-    """A cell's method, with what tells its run from others of the same method on the same data."""
+    """Return a cell's method and the settings that distinguish it from other runs of the method."""
     more = [f"{k} = {v}" for k, v in cell.items() if v is not None and k not in (*_NOT_OF_THE_RUN, *_PLAIN, "view")]
     return " ".join([cell["method"], *more])
 
 
 def label(cell: Cell) -> str:
-    """A cell in a few words."""
+    """Return a short description of a cell."""
     words = [str(cell[k]) for k in _PLAIN if k in cell]
     return " ".join([*words, *(f"{k}={v}" for k, v in cell.items() if k not in (*_PLAIN, *_NOT_OF_THE_RUN))])
 
@@ -186,7 +186,7 @@ def _covered(recipe: dict[str, Any], cell: Cell) -> bool:
 
 
 def _more(recipe: dict[str, Any], cell: Cell) -> list[Cell]:
-    """Cells that the recipe adds beside a published one, or as a table of its own; they have no published value."""
+    """Return cells that the recipe derives from a published one; they have no published value."""
     return [
         {**cell, **keys, "value": None, "std": None}
         for extra in recipe.get("also", [])
@@ -196,18 +196,18 @@ def _more(recipe: dict[str, Any], cell: Cell) -> list[Cell]:
 
 
 def _own(recipe: dict[str, Any]) -> list[Cell]:
-    """Cells of tables that no paper has."""
+    """Return cells of tables that are in no paper."""
     return [{**keys, "value": None, "std": None} for cell in recipe.get("cells", []) for keys in _combinations(cell)]
 
 
 def _combinations(keys: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every combination of the values of keys that are given as lists."""
+    """Return all combinations of the values of keys given as lists."""
     lists = [value if isinstance(value, list) else [value] for value in keys.values()]
     return [dict(zip(keys, values, strict=True)) for values in itertools.product(*lists)]
 
 
 def fits(cell: Cell, when: Mapping[str, Any]) -> bool:
-    """Whether a cell has the given values; of a list of values, one of them."""
+    """Whether a cell has the given values, or one of a list of values."""
     return all(cell.get(k) in (v if isinstance(v, list | tuple) else [v]) for k, v in when.items())
 
 
@@ -223,9 +223,9 @@ def _nested(path: list[str], value: Any) -> Config:
     return {path[0]: value if len(path) == 1 else _nested(path[1:], value)}
 
 
-#: What metrics of one agent are called in a run that evaluates that agent alone.
+#: Names of one agent's metrics in a run that evaluates that agent alone.
 OF_THE_AGENT = {"best_alice_test_acc_over_rounds": "best_acc", "final_alice_test_acc": "local_test_acc"}
-#: Metrics that a finished run answers.
+#: Metrics available from a finished run.
 METRICS = (
     *("local_test_acc", "majority", "minority", "gap", "variance", "parameters", "gain_over_fedavg"),
     *(

@@ -1,4 +1,4 @@
-"""Words and tables of the pages."""
+"""Formatting of names and numbers on the pages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from fl_lightning.papers import tables
 
 
 def name_of(word: str) -> str:
-    """A data set, method or metric as pages call it."""
+    """Return the display name of a data set, method or metric."""
     names: dict[str, str] = tables.pages()["names"]
     return names.get(word, word)
 
 
 def figure(value: float | None, std: float | None = None) -> str:
-    """A number with its standard deviation, or a dash.
+    """Format a number with its standard deviation, or a dash.
 
     Example:
         >>> figure(94.456, 0.843), figure(120200.0), figure(None)

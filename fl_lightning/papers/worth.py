@@ -1,4 +1,4 @@
-"""When does federation pay: a page and a picture of the map of settings, written from the records alone."""
+"""When does federation pay: page and figure of the map of settings, generated from the records alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fl_lightning.papers.records import Records
 from fl_lightning.papers.words import name_of
 from fl_lightning.sheet import markdown
 
-#: The paper that the map's recipe is called after.
+#: Name of the map's recipe.
 MAP = "map"
 LOCAL, MEAN, WORST = "local", "local_test_acc", "worst_tenth"
-#: Methods less than so many points apart are level.
+#: Methods within this many points count as equal.
 LEVEL = 1.0
 
 
 class Setting(NamedTuple):
-    """One place of the map."""
+    """One setting of the map."""
 
     dataset: str
     partition: str
@@ -35,7 +35,7 @@ Scores = Mapping[str, float]
 
 
 def scores(records: Records, metric: str) -> dict[Setting, dict[str, float]]:
-    """Mean over seeds by setting and method; a setting is there if all of its methods were run."""
+    """Return the mean over seeds by setting and method, for settings with runs of all methods."""
     found: dict[Setting, dict[str, float]] = {}
     lacking: set[Setting] = set()
     for name in maps():
@@ -50,12 +50,12 @@ def scores(records: Records, metric: str) -> dict[Setting, dict[str, float]]:
 
 
 def maps() -> list[str]:
-    """Tables of the map, one for each data set."""
+    """Return the tables of the map, one per data set."""
     return [name for name, cells in tables.tables().items() if cells[0]["paper"] == MAP]
 
 
 def best(of: Scores) -> tuple[str, float]:
-    """The best federated method, and how far it is ahead of Local.
+    """Return the best federated method and its gain over Local.
 
     Example:
         >>> best({"local": 90.0, "fedavg": 80.0, "apfl": 92.5})
@@ -66,11 +66,11 @@ def best(of: Scores) -> tuple[str, float]:
 
 
 def page(records: Records, picture: str) -> str:
-    """The page of the map.
+    """Return the page of the map.
 
     Args:
         records: the records of all runs.
-        picture: where the picture is, as the page has it.
+        picture: path of the figure, as linked on the page.
     """
     said = tables.pages()["texts"]["map"]
     mean, worst = scores(records, MEAN), scores(records, WORST)
@@ -82,7 +82,7 @@ def page(records: Records, picture: str) -> str:
 
 
 def advice(mean: Mapping[Setting, Scores]) -> list[str]:
-    """One sentence for every kind of clients: what federation is worth by samples, and which methods lead."""
+    """Return one sentence per kind of client: gains of federation by number of samples, and the leading methods."""
     kinds = dict.fromkeys(setting[:3] for setting in mean)
     return [f"- {_pays({at: of for at, of in mean.items() if at[:3] == kind})}." for kind in kinds]
 
@@ -97,7 +97,7 @@ def _pays(places: Mapping[Setting, Scores]) -> str:
 
 
 def _leaders(of: Scores) -> list[str]:
-    """The methods that are level with the best one, Local included."""
+    """Return the methods that equal the best one, including Local."""
     return [method for method, score in of.items() if score > max(of.values()) - LEVEL]
 
 
@@ -115,7 +115,7 @@ def _table(found: Mapping[Setting, Scores]) -> str:
 
 
 def _missing(records: Records) -> str:
-    """Runs of the map that were not made, and what they would cost."""
+    """Return the missing runs of the map and their cost."""
     rows = []
     for name in maps():
         cells = tables.table(name)
@@ -131,7 +131,7 @@ def _missing(records: Records) -> str:
 
 
 def draw(records: Records, path: Path) -> Path:
-    """The picture of the map: how far the best federated method is ahead of Local."""
+    """Draw the figure of the map: gains of the best federated method over Local."""
     from fl_lightning.papers.figures import pays
 
     titles = {MEAN: "mean over clients", WORST: "worst tenth of the clients"}

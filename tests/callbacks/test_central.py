@@ -149,7 +149,7 @@ def test_the_models_of_clusters_that_have_clients_are_compared(tmp_path: Path) -
 def test_models_that_begin_with_different_weights_are_refused_before_training(tmp_path: Path) -> None:
     """One central model cannot begin with all of theirs; models that parted since, in a resumed run, are fine."""
     for method in (IFCA(lenet(), clusters=2), FeSEM(lenet(), clusters=2)):
-        with pytest.raises(FederationError, match=f"models of {type(method).__name__} begin with different weights"):
+        with pytest.raises(FederationError, match=f"models of {type(method).__name__} start with different weights"):
             fit(method, blobs((9, 8), IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
         assert method.completed_rounds == 0
     fit(IFCA(lenet(), clusters=1), blobs((9, 8), IMAGE), rounds=0, callbacks=[ParameterBiasCallback()])
@@ -182,7 +182,7 @@ def test_a_central_model_of_no_pass_is_the_initial_one() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(FederationError, match=r"FedPer has no model of everybody's to compare, as clients keep head"):
+    with pytest.raises(FederationError, match=r"FedPer has no shared model to compare, as clients keep head"):
         fit(FedPer(lenet()), blobs(shape=IMAGE), rounds=1, callbacks=[ParameterBiasCallback()])
     with pytest.raises(FederationError, match="MLP has no normalisation layers"):
         fit(FedAvg(mlp()), blobs(), rounds=1, callbacks=[ParameterBiasCallback()])

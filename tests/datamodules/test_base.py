@@ -236,8 +236,8 @@ def test_own_lists_as_lists_tensors_or_index(tensors: tuple[Tensor, Tensor]) -> 
     [
         ({"train": [[0], [1]], "test": [[2], [60]]}, "between 0 and 59"),
         ({"train": [[0], [1]], "test": [[2], [-1]]}, "between 0 and 59"),
-        ({"train": [[0], [1]], "test": [[2], [0]]}, "both trained on and tested on"),
-        ({"train": [[0], [1]], "test": [[2], [3]], "global_test": [1]}, "both trained on and tested on"),
+        ({"train": [[0], [1]], "test": [[2], [0]]}, "in training and test lists"),
+        ({"train": [[0], [1]], "test": [[2], [3]], "global_test": [1]}, "in training and test lists"),
         ({"train": [[0], [1]], "test": [[2]]}, "2 clients have training data but 1"),
         ({"train": [[0], []], "test": [[2], [3]]}, "no train samples"),
         ({"train": [[0, 1]], "partition": IID(2)}, "not both"),
@@ -303,5 +303,5 @@ def test_limit_takes_the_same_share_of_every_class_and_keeps_official_rows_apart
         TensorFederation(y[:, None].float(), y, limit=0)
     with pytest.raises(FederationError, match="limit=1 leaves less than half a sample of every class: use at least 3"):
         _ = TensorFederation(torch.zeros(90, 1), torch.arange(90) % 3, limit=1).samples
-    with pytest.raises(FederationError, match="leave it out where index lists"):
+    with pytest.raises(FederationError, match="index lists exclude each other"):
         TensorFederation(y[:, None].float(), y, train=[[0, 1]], test=[[2]], limit=5)

@@ -107,7 +107,7 @@ def test_a_seed_below_zero() -> None:
 
 def test_users_with_too_few_samples() -> None:
     users = torch.cat((torch.arange(100).repeat(6), torch.arange(400) // 40 + 200))  # 100 users with 6, ten with 40
-    assert "use Sent140, or another partition" in refused(lambda: ByUser()(LABELS, 0))
+    assert "use Sent140 or another partition" in refused(lambda: ByUser()(LABELS, 0))
     message = refused(lambda: ByUser(20, 10)(LABELS, 0, users=users))
     assert "Only 10 users" in message
     assert "min_samples=6 and at most 110 clients, or 10 clients" in message

@@ -88,7 +88,7 @@ def test_another_partition_is_refused(tmp_path: Path) -> None:
     path = write(Digits(partition=IID(4)), tmp_path / "m.json")
     with pytest.raises(
         FederationError,
-        match=r"holds IID\(clients=4, test_fraction=0.2, train_samples=None\) but .* asks for IID\(clients=5",
+        match=r"holds IID\(clients=4, test_fraction=0.2, train_samples=None\) but .* has IID\(clients=5",
     ):
         Digits(partition=IID(5), manifest=path).setup()
 

@@ -206,7 +206,7 @@ def test_a_net_that_cannot_be_drawn_anew_is_refused() -> None:
             super().__init__()
             self.w = nn.Parameter(torch.zeros(3))
 
-    with pytest.raises(FederationError, match="Own cannot draw its weights anew"):
+    with pytest.raises(FederationError, match="Own cannot be reinitialised"):
         redrawn(Own(), stream(0, "init"))
 
 

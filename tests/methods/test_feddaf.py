@@ -498,7 +498,7 @@ class Uncalled(FedNet):
 
 def test_a_net_that_cannot_be_measured_is_refused_before_it_is_trained() -> None:
     method = daf(Uncalled(), feature_stats=True, warmup=5)
-    with pytest.raises(FederationError, match="Features of conv cannot be measured: Uncalled does not call it"):
+    with pytest.raises(FederationError, match="Features of conv cannot be measured: Uncalled does not call this layer"):
         fit(method, blobs(), rounds=1)
     assert not len(method.snapshots)
 
@@ -563,7 +563,7 @@ def test_weights_and_server_time_are_logged() -> None:
     [
         (
             {"net": mlp(), "feature_stats": False},
-            "MLP has none: take a net that has some, such as LeNetBN, or set add_n",
+            "MLP has none: use a net with some, such as LeNetBN, or set add_n",
         ),
         ({"net": mlp(hidden=()), "add_norm": True}, "MLP has no layer to normalise"),
         ({"net": mlp(hidden=()), "feature_stats": True}, "MLP has no hidden layer"),

@@ -55,6 +55,6 @@ def test_a_layer_has_up_to_32_groups() -> None:
 
 
 def test_nets_without_batch_normalisation() -> None:
-    with pytest.warns(UserWarning, match="LeNet5 has no normalisation layer, so FedGN is FedAvg: take a net with"):
+    with pytest.warns(UserWarning, match="LeNet5 has no normalisation layer, so FedGN is FedAvg: use a net with"):
         FedGN(LeNet5())
     FedGN(BiLSTM(10, 4, 2))  # LayerNorm is a GroupNorm with one group

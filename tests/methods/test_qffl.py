@@ -217,5 +217,5 @@ def test_what_cannot_be_is_refused() -> None:
         QFFL(mlp(), q=float("nan"))
     with pytest.raises(FederationError, match="lr must be greater than 0"):
         QFFL(mlp(), lr=0.0)
-    with pytest.raises(FederationError, match="the loss weighs clients, never their samples: leave it out"):
+    with pytest.raises(FederationError, match="clients are weighted by their loss, not by their samples: leave it out"):
         QFFL(mlp(), weighting="samples")

@@ -258,5 +258,5 @@ def test_a_client_that_takes_no_step_keeps_its_control_variate(options: dict[str
 
 
 def test_sample_weights_are_refused() -> None:
-    with pytest.raises(FederationError, match="all clients weigh the same"):
+    with pytest.raises(FederationError, match="all clients have the same weight"):
         SCAFFOLD(mlp(), weighting="samples")

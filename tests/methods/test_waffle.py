@@ -568,7 +568,7 @@ def test_growing_is_by_layer_and_between_runs() -> None:
     method = waffle(net=net, factors={"conv2": 5, "fc1": 6})
     method.grow({"fc1": 2})
     assert method.factors == {"conv2": 5, "fc1": 8} == method.hparams["factors"]
-    with pytest.raises(FederationError, match="no factorised layer 'fc2': choose among conv2, fc1"):
+    with pytest.raises(FederationError, match="no factorised layer 'fc2': choose one of conv2, fc1"):
         method.grow({"fc2": 2})
     method.on_round_end = lambda messages: method.grow(1)
     with pytest.raises(FederationError, match="cannot grow within a run"):
@@ -580,7 +580,7 @@ def test_a_store_on_disk_does_not_grow(tmp_path: Path) -> None:
     method = waffle(store=str(tmp_path))
     fit(method, blobs(), rounds=1)
     before = state_of(method)
-    with pytest.raises(FederationError, match=r"^A store on disk has rows of one size, .*: leave store out\.$"):
+    with pytest.raises(FederationError, match=r"^A store on disk has rows of fixed size, .*: leave store out\.$"):
         method.grow(5)
     assert largest_difference(before, state_of(method)) == 0.0
     assert method.factors == method.hparams["factors"] == {"fc1": FACTORS}

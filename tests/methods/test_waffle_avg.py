@@ -398,7 +398,7 @@ def test_a_checkpoint_in_double_precision_is_tested_in_single(agent: Any, tmp_pa
         ({"local_from": -0.1}, "local_from must be 0 or more"),
         ({"local_from": float("inf")}, "local_from must be 0 or more and finite, not inf"),
         ({"omega": 0.5}, "omega must be a schedule or a function of the progress, not 0.5"),
-        ({"weighting": "samples"}, "WAFFLEAvg has no option 'weighting', as the distance weighs clients"),
+        ({"weighting": "samples"}, "WAFFLEAvg has no option 'weighting', as clients are weighted by distance"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], sentence: str) -> None:

@@ -285,7 +285,7 @@ def test_what_crosses_is_the_model() -> None:
         ({"agent_of_interest": -1}, "agent_of_interest must be 0 or more, or be all, not -1"),
         ({"distance_penalty": -1.0}, "distance_penalty must be 0 or more"),
         ({"size_penalty": float("nan")}, "size_penalty must be a number, not nan"),
-        ({"weighting": "samples"}, "WeightErosion has no option 'weighting', as the distance weighs clients"),
+        ({"weighting": "samples"}, "WeightErosion has no option 'weighting', as clients are weighted by distance"),
         ({"agent_of_interest": "all", "server_optimizer": torch.optim.SGD}, "leave server_optimizer out"),
     ],
 )

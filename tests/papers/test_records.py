@@ -53,7 +53,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, text: str) -> None:
     Records(tmp_path).keep("paper/table1", CONFIG, 0, {"a": 1})
     path = tmp_path / "paper_table1.jsonl"
     path.write_text(path.read_text() + text + "\n")
-    with pytest.raises(FederationError, match=r"paper_table1\.jsonl, line 2, is no record"):
+    with pytest.raises(FederationError, match=r"paper_table1\.jsonl, line 2, is not a record"):
         Records(tmp_path).seeds(CONFIG)
 
 

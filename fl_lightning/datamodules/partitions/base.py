@@ -1,4 +1,4 @@
-"""Partitions, and the base of every partition scheme: a pure function of (labels, settings, seed)."""
+"""Partitions and the base class of partition schemes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fl_lightning.seeding import stream
 
 Rows = NDArray[np.int64]
 
-#: So many clients that a scheme would take long to find out that there are too many.
+#: Above this number, clients are counted before the scheme runs, which would take long to fail.
 MANY = 100_000
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Who owns which samples.
+    """Assignment of samples to clients.
 
     Args:
         train: each client's training indices.
-        test: each client's test indices; none of them is in anybody's training indices.
-        meta: what is known of the clients, a list with one value per client under each name
+        test: each client's test indices, disjoint from all training indices.
+        meta: properties of the clients by name, a list with one value per client
             (``mode``, ``dominant_class``, ``major_classes``, ``user``).
-        label_maps: own label permutation of every client, int64, shape (clients, classes); None means none.
-        global_test: indices of a global test set, int64, shape (m,).
+        label_maps: each client's label permutation, int64, shape (clients, classes); None means none.
+        global_test: indices of the global test set, int64, shape (m,).
     """
 
     train: ClientIndex
@@ -48,20 +48,20 @@ class Partition:
 
     @property
     def index_hash(self) -> str:
-        """Hash of every index, to tell whether two partitions are the same."""
+        """Hash of all indices, to compare partitions."""
         parts = (self.train.flat, self.train.offsets, self.test.flat, self.test.offsets, self.global_test)
         return hash_tensors(*parts)
 
 
 def hash_tensors(*tensors: Tensor | None) -> str:
-    """Hash of the tensors' types, shapes and bytes, as 32 hex digits (BLAKE2b, about 1 GB/s)."""
+    """Hash the tensors' types, shapes and bytes to 32 hex digits (BLAKE2b, about 1 GB/s)."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         if tensor is None:
             digest.update(b"none")
             continue
         plain = tensor.detach().cpu()
-        if plain.dtype == torch.bfloat16:  # which NumPy does not have
+        if plain.dtype == torch.bfloat16:  # not supported by NumPy
             plain = plain.view(torch.int16)
         array = np.ascontiguousarray(plain.numpy())
         digest.update(f"{array.dtype.str}{array.shape}".encode())
@@ -71,12 +71,12 @@ def hash_tensors(*tensors: Tensor | None) -> str:
 
 @dataclass(frozen=True)
 class Pool:
-    """The labelled samples that a scheme may deal out: official training rows, then official test rows.
+    """Labelled samples to partition: official training rows, then official test rows.
 
     Args:
         labels: class of every sample, int64, shape (n,).
-        train_size: how many of them, from the first, are official training rows.
-        users: who wrote each sample, shape (n,), where the data says so.
+        train_size: number of official training rows, which come first.
+        users: author of each sample, shape (n,), if known.
     """
 
     labels: Rows
@@ -85,7 +85,7 @@ class Pool:
 
     @classmethod
     def of(cls, labels: Tensor | ArrayLike, train_size: int | None, users: Sequence[Any] | Tensor | None) -> Pool:
-        """Check what a caller passed."""
+        """Check the arguments and build a pool."""
         labels = torch.as_tensor(labels)
         if labels.dim() != 1 or labels.is_floating_point() or len(labels) == 0:
             raise FederationError(
@@ -103,7 +103,7 @@ class Pool:
             raise FederationError(f"There are {len(array)} labels but {len(owners)} users.")
         if owners is not None and owners.dtype.kind == "O" and len({type(one) for one in owners.tolist()}) > 1:
             raise FederationError(
-                "users must be all names or all numbers, one for each sample: fill in what is missing."
+                "users must be all names or all numbers, one for each sample: fill in missing values."
             )
         return cls(array, size, owners)
 
@@ -119,7 +119,7 @@ class Pool:
 
     @property
     def test_rows(self) -> Rows:
-        """The official test rows; none where the data has no such split."""
+        """The official test rows; empty if there is no such split."""
         return np.arange(self.train_size, len(self.labels))
 
     @property
@@ -129,7 +129,7 @@ class Pool:
 
 
 def check_scheme(partition: Any) -> None:
-    """Refuse what is no partition scheme, above all the name or the class of one."""
+    """Refuse anything but a partition scheme, such as its name or class."""
     if partition is None or isinstance(partition, PartitionScheme):
         return
     made = getattr(partition, "__name__", partition)
@@ -138,11 +138,11 @@ def check_scheme(partition: Any) -> None:
 
 
 class PartitionScheme(arguments.NamedArguments, ABC):
-    """A way to deal samples to clients.
+    """Base class of partition schemes, which deal samples to clients.
 
-    A scheme is a small object whose constructor arguments are its settings (and the command line's options). Calling
-    it is a pure function of labels, settings and seed: no global randomness, the same result every time. A new scheme
-    stores its constructor arguments under their own names and fills in :meth:`split`.
+    The constructor arguments of a scheme are its settings (and command-line options). A call is a pure function of
+    labels, settings and seed: it uses no global randomness. Subclasses store their constructor arguments under the same
+    names and implement :meth:`split`.
     """
 
     def __call__(
@@ -153,17 +153,17 @@ class PartitionScheme(arguments.NamedArguments, ABC):
         train_size: int | None = None,
         users: Sequence[Any] | Tensor | None = None,
     ) -> Partition:
-        """Deal the samples out.
+        """Deal the samples to clients.
 
         Args:
-            labels: class of every sample, integers of shape (n,), a tensor, an array or a list: official training rows,
+            labels: class of every sample, integers of shape (n,), as a tensor, array or list: official training rows,
                 then official test rows.
             seed: the run's seed.
-            train_size: how many rows are official training rows; None means all.
-            users: who wrote each sample, shape (n,), for schemes that go by user.
+            train_size: number of official training rows; None means all.
+            users: author of each sample, shape (n,), for schemes that deal by user.
         """
         pool, clients = Pool.of(labels, train_size, users), self.settings.get("clients")
-        if isinstance(clients, int) and clients > max(len(pool.labels), MANY):  # schemes say how many there may be
+        if isinstance(clients, int) and clients > max(len(pool.labels), MANY):  # else leave it to the scheme
             raise FederationError(f"{clients:,} clients cannot share {len(pool.labels):,} samples: use fewer clients.")
         partition = self.split(pool, stream(seed, "partition"))
         for name, index in (("training", partition.train), ("test", partition.test)):
@@ -176,15 +176,15 @@ class PartitionScheme(arguments.NamedArguments, ABC):
 
     @abstractmethod
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out, drawing from ``rng`` alone."""
+        """Deal the pool's rows; ``rng`` is the only source of randomness."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The constructor arguments by name."""
+        """Return the constructor arguments by name."""
         return {name: getattr(self, name) for name in arguments.parameters(type(self))}
 
     def describe(self) -> dict[str, Any]:
-        """Scheme and settings in plain types, as a manifest keeps them."""
+        """Return scheme and settings in plain types, for the manifest."""
         plain = {k: v.describe() if isinstance(v, PartitionScheme) else v for k, v in self.settings.items()}
         return {"scheme": type(self).__name__, "settings": plain}
 

@@ -1,4 +1,4 @@
-"""Concept shift: the same pictures, other names for them."""
+"""Concept shift: clients disagree on the labels."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fl_lightning.seeding import stream
 
 
 class ConceptShift(PartitionScheme):
-    """Any partition, with an own label permutation for every agent but the agent of interest (docs/partitions.md).
+    """Permute the labels of every agent but the agent of interest (docs/partitions.md).
 
-    Permutations are uniform, independent between agents and never the identity. Who owns which sample is what the
-    wrapped partition says under the same seed. An agent's own test labels are permuted as its training labels are; the
-    global test set keeps its labels.
+    Permutations are uniform, independent between agents and never the identity. The wrapped partition, with the same
+    seed, assigns the samples. An agent's test labels are permuted like its training labels; the global test set keeps
+    its labels.
 
     Args:
-        partition: who owns what; ten agents with uniform classes (distribution A) unless given.
-        agent: the agent of interest, whose labels stay as they are.
+        partition: the wrapped partition. Default: ten agents with uniform classes (distribution A).
+        agent: the agent of interest, whose labels are not permuted.
     """
 
     def __init__(self, partition: PartitionScheme | None = None, agent: CountOrZero = 0) -> None:
@@ -43,13 +43,13 @@ class ConceptShift(PartitionScheme):
         train_size: int | None = None,
         users: Sequence[Any] | Tensor | None = None,
     ) -> Partition:
-        """Deal the samples out as the wrapped partition does, then draw the permutations."""
+        """Deal the samples by the wrapped partition, then draw the permutations."""
         part = self.partition(labels, seed, train_size=train_size, users=users)
         clients, classes = len(part), int(torch.as_tensor(labels).max()) + 1
         if not 0 <= self.agent < clients:
             raise FederationError(f"The agent of interest must be one of 0 to {clients - 1}, not {self.agent}.")
         if classes < 2:
-            raise FederationError("Concept shift needs two classes at least: with one there is nothing to permute.")
+            raise FederationError("Concept shift needs at least two classes: with one there is nothing to permute.")
         maps = torch.from_numpy(permutations(clients, classes, stream(seed, "concept shift")))
         maps[self.agent] = torch.arange(classes)
         if part.label_maps is not None:
@@ -57,12 +57,12 @@ class ConceptShift(PartitionScheme):
         return replace(part, label_maps=maps)
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Not used: the wrapped partition deals."""
+        """Not used: the wrapped partition deals the samples."""
         return self.partition.split(pool, rng)
 
 
 def permutations(rows: int, classes: int, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Uniform permutations other than the identity, shape (rows, classes)."""
+    """Draw uniform permutations other than the identity, shape (rows, classes)."""
     maps = rng.random((rows, classes)).argsort(axis=1)
     while (same := (maps == np.arange(classes)).all(axis=1)).any():
         maps[same] = rng.random((int(same.sum()), classes)).argsort(axis=1)

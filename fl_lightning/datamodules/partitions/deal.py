@@ -1,4 +1,4 @@
-"""The arithmetic that all schemes share: shuffled classes, dealing by counts, local splits. No loop over samples."""
+"""Shared helpers of the schemes, vectorised: shuffled classes, dealing by counts, local splits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ClassTable:
     """Rows sorted by class and shuffled within each class.
 
     Args:
-        order: the rows, class after class, shape (n,).
+        order: the rows, class by class, shape (n,).
         starts: class c is ``order[starts[c]:starts[c + 1]]``, shape (classes + 1,).
     """
 
@@ -41,20 +41,20 @@ class ClassTable:
         return np.diff(self.starts)
 
     def segments(self, begin: Counts, size: Counts) -> tuple[Rows, Counts]:
-        """Cut one piece of every class for every client.
+        """Take one segment of every class for every client.
 
         Args:
-            begin: where in the class's list the client's piece begins, shape (clients, classes).
-            size: how long it is, shape (clients, classes).
+            begin: start of the client's segment in the class's rows, shape (clients, classes).
+            size: length of the segment, shape (clients, classes).
 
         Returns:
-            All clients' rows one after the other, and how many each client has, shape (clients,).
+            All clients' rows, concatenated, and the number of rows of each client, shape (clients,).
         """
         flat = ranges((begin + self.starts[:-1]).ravel(), size.ravel())
         return self.order[flat], size.sum(axis=1)
 
     def deal(self, size: Counts) -> tuple[Rows, Counts]:
-        """Segments in which every client takes up where the one before it stopped: no row is dealt twice."""
+        """Take consecutive segments of every class, client by client, so that no row is dealt twice."""
         return self.segments(np.cumsum(size, axis=0) - size, size)
 
 
@@ -66,7 +66,7 @@ def ranges(begin: Counts, size: Counts) -> Rows:
 
 
 def client_index(flat: Rows, sizes: Counts) -> ClientIndex:
-    """Wrap rows that lie client after client."""
+    """Build an index from rows concatenated client by client."""
     offsets = np.concatenate(([0], np.cumsum(sizes)))
     return ClientIndex(torch.from_numpy(np.ascontiguousarray(flat)), torch.from_numpy(offsets))
 
@@ -74,21 +74,21 @@ def client_index(flat: Rows, sizes: Counts) -> ClientIndex:
 def local_split(
     flat: Rows, sizes: Counts, fraction: float, rng: np.random.Generator
 ) -> tuple[ClientIndex, ClientIndex]:
-    """Shuffle each client's rows and hold a part of them out, not stratified (docs/partitions.md).
+    """Shuffle each client's rows and hold out a fraction, not stratified (docs/partitions.md).
 
     Args:
-        flat: all clients' rows one after the other, shape (total,).
-        sizes: how many each client has, shape (clients,).
-        fraction: the part held out, rounded to the nearest sample, at least one and never all.
-        rng: where the shuffle comes from.
+        flat: all clients' rows, concatenated, shape (total,).
+        sizes: number of rows of each client, shape (clients,).
+        fraction: fraction to hold out, rounded to the nearest sample; at least one sample and never all.
+        rng: generator for the shuffle.
 
     Returns:
-        What is kept (training) and what is held out (test).
+        The rows kept (training) and the rows held out (test).
     """
     if len(sizes) and sizes.min() < 2:
         poor = int(np.argmin(sizes))
         raise FederationError(
-            f"Client {poor} has {sizes[poor]} samples, too few to be split in training and test: use fewer clients or "
+            f"Client {poor} has {sizes[poor]} samples, too few to split into training and test: use fewer clients or "
             "more data."
         )
     owner = np.repeat(np.arange(len(sizes)), sizes)
@@ -102,20 +102,20 @@ def local_split(
 def by_class(
     flat: Rows, sizes: Counts, labels: Rows, fraction: float, rng: np.random.Generator
 ) -> tuple[ClientIndex, ClientIndex]:
-    """Hold a part of each client's rows out, of every class about the same part.
+    """Hold out a fraction of each client's rows, about the same fraction of every class.
 
-    A client's first sample of every class stays where there are others to take, and a client with one sample keeps it.
-    Rows stay in their order.
+    The first sample of every class of a client is kept if enough others can be held out, and a client with one sample
+    keeps it. The order of rows is preserved.
 
     Args:
-        flat: all clients' rows one after the other, shape (total,).
-        sizes: how many each client has, shape (clients,).
-        labels: the class of every row of the data, shape (n,).
-        fraction: the part held out, rounded to the nearest sample, at least one of two.
-        rng: where the choice comes from.
+        flat: all clients' rows, concatenated, shape (total,).
+        sizes: number of rows of each client, shape (clients,).
+        labels: the class of every row of the data set, shape (n,).
+        fraction: fraction to hold out, rounded to the nearest sample; at least one if the client has two.
+        rng: generator for the choice.
 
     Returns:
-        The rows kept (training) and those held out, of which a client may have none.
+        The rows kept (training) and the rows held out, possibly none for some clients.
     """
     clients = len(sizes)
     owner = np.repeat(np.arange(clients), sizes)
@@ -125,10 +125,10 @@ def by_class(
     spare = sizes - np.bincount(owner[first], minlength=clients)
     held = np.minimum(np.maximum(np.floor(sizes * fraction + 0.5).astype(np.int64), 1), np.maximum(sizes - 1, 0))
     held = np.where(spare > 0, np.minimum(held, spare), held)
-    free = order[~first | (spare == 0)[owner]]  # places in ``flat`` from which to take, class after class
+    free = order[~first | (spare == 0)[owner]]  # candidates as positions in ``flat``, class by class
     owner_free = owner[free]
     count = np.bincount(owner_free, minlength=clients)
-    # Every (count / held)-th of them, from a random one on.
+    # Every (count / held)-th candidate, with a random offset.
     place = np.arange(len(free)) - (np.cumsum(count) - count)[owner_free]
     steps = place * held[owner_free] + rng.integers(np.maximum(count, 1))[owner_free]
     out = np.zeros(len(flat), dtype=bool)
@@ -137,7 +137,7 @@ def by_class(
 
 
 def holdout(labels: Rows, rows: Rows, fraction: float, rng: np.random.Generator) -> tuple[Rows, Rows]:
-    """Hold a stratified part of ``rows`` out: of every class the same fraction, rounded to the nearest sample.
+    """Hold out a stratified fraction of ``rows``, rounded to the nearest sample in every class.
 
     Returns:
         The rows kept and the rows held out.

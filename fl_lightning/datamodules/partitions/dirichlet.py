@@ -1,4 +1,4 @@
-"""Label skew by a Dirichlet distribution, the field's usual knob for heterogeneity."""
+"""Label skew by a Dirichlet distribution, the usual model of heterogeneity."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _TRIES = 1000
 
 
 class Dirichlet(PartitionScheme):
-    """Every class is divided among the clients in proportions drawn from Dirichlet(alpha).
+    """Divide every class among the clients in proportions drawn from Dirichlet(alpha).
 
-    Small ``alpha`` gives clients of few classes and very different sizes, large ``alpha`` approaches IID. All official
-    training rows are used. Proportions are drawn as normalised Gamma variables; a client that comes out with fewer than
-    ``min_samples`` draws its own again, which leaves the others' proportions to each other as they are. Official test
-    rows become the global test set.
+    Small ``alpha`` gives clients few classes and very different sizes; large ``alpha`` approaches IID. All official
+    training rows are used. Proportions are normalised Gamma variables; those of a client with fewer than
+    ``min_samples`` are drawn again, which does not change the ratios between other clients. Official test rows become
+    the global test set.
 
     Args:
         clients: number of clients.
         alpha: concentration, greater than 0.
-        min_samples: samples that every client has at least, training and test together.
-        test_fraction: part of each client's samples that it is tested on.
+        min_samples: minimum number of samples of a client, training and test together.
+        test_fraction: fraction of each client's samples held out for testing.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Dirichlet(PartitionScheme):
         self.test_fraction = test_fraction
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out."""
+        """Deal the pool's rows."""
         if self.clients * self.min_samples > pool.train_size:
             raise FederationError(
                 f"{pool.train_size} samples are too few for {self.clients} clients with {self.min_samples} each: use "
@@ -48,7 +48,7 @@ class Dirichlet(PartitionScheme):
         return Partition(train, test, global_test=pool.global_test)
 
     def _counts(self, counts: Counts, rng: np.random.Generator) -> Counts:
-        """Samples of every class that each client gets, shape (clients, classes)."""
+        """Draw the number of samples of every client and class, shape (clients, classes)."""
         weights = rng.standard_gamma(self.alpha, (self.clients, len(counts)))
         for _ in range(_TRIES):
             shares = np.cumsum(weights, axis=0)
@@ -59,7 +59,7 @@ class Dirichlet(PartitionScheme):
                 return dealt
             weights[small] = rng.standard_gamma(self.alpha, (int(small.sum()), len(counts)))
         raise FederationError(
-            f"With alpha={self.alpha} some of the {self.clients} clients keep coming out with fewer than "
+            f"With alpha={self.alpha} some of the {self.clients} clients repeatedly get fewer than "
             f"{self.min_samples} samples: use a greater alpha, fewer clients or "
             f"min_samples={max(2, self.min_samples // 2)}."
         )

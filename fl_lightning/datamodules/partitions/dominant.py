@@ -1,4 +1,4 @@
-"""One dominant class per client, the other classes by chance (FedDAF's eta partition)."""
+"""One dominant class per client, the other classes at random (FedDAF's eta partition)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class DominantClass(PartitionScheme):
     """FedDAF's partition: a share ``eta`` of client k's shards is of class k mod classes (docs/partitions.md).
 
     Official training and test rows are pooled and 20% of every class is held out as the global test set. The other 80%
-    of a class is cut into ``shards_per_class`` shards, as equal as can be, and every shard goes to exactly one client.
-    First all clients' dominant shards are reserved. Then clients, in random order, draw the rest from the other classes
-    in proportion to ``max(g_c, 0)`` with ``g_c ~ N(0.5, 1)``; an exhausted class is dropped. If no class with weight
-    has shards left they take any other class, and last their dominant one.
+    of a class is cut into ``shards_per_class`` shards of nearly equal size, and every shard goes to exactly one client.
+    First, all clients' dominant shards are reserved. Then clients, in random order, draw the rest from the other
+    classes in proportion to ``max(g_c, 0)`` with ``g_c ~ N(0.5, 1)``; an exhausted class is dropped. If no class with
+    positive weight has shards left, they take any other class, and last their dominant one.
 
-    A client's own test set is the same cut of the held-out 20%: with a shard of training rows goes the matching shard
-    of test rows, so train and test have the same class shares up to rounding, and the clients' test sets make up the
+    The held-out 20% is cut into shards too, and a client is tested on the test shards that match its training shards.
+    So training and test have the same class distribution up to rounding, and the clients' test sets partition the
     global one.
 
     Args:
         clients: number of clients (K); it must divide the number of shards.
         eta: share of a client's shards that come from its dominant class, 0 to 1.
-        shards_per_class: shards that each class is cut into.
-        test_fraction: part of every class that is held out for testing.
+        shards_per_class: number of shards of each class.
+        test_fraction: fraction of every class held out for testing.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DominantClass(PartitionScheme):
         self.test_fraction = test_fraction
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out."""
+        """Deal the pool's rows."""
         rows, held = holdout(pool.labels, np.arange(len(pool.labels)), self.test_fraction, rng)
         table = ClassTable.of(pool.labels, rows, pool.classes, rng)
         tests = ClassTable.of(pool.labels, held, pool.classes, rng)
@@ -54,7 +54,7 @@ class DominantClass(PartitionScheme):
         return Partition(train, test, {"dominant_class": dominant}, global_test=torch.from_numpy(np.sort(held)))
 
     def assign(self, classes: int, rng: np.random.Generator) -> Counts:
-        """Shards of every class that each client gets, shape (clients, classes)."""
+        """Draw the number of shards of every client and class, shape (clients, classes)."""
         each, reserved = self._quota(classes)
         dominant = np.arange(self.clients) % classes
         shards = np.zeros((self.clients, classes), dtype=np.int64)
@@ -78,7 +78,7 @@ class DominantClass(PartitionScheme):
             )
 
     def _quota(self, classes: int) -> tuple[int, int]:
-        """Shards of a client, and how many of them are of its dominant class."""
+        """Return the number of shards of a client, and how many of them are of its dominant class."""
         total = classes * self.shards_per_class
         if total % self.clients:
             divisors = [k for k in range(1, total + 1) if total % k == 0]
@@ -99,7 +99,7 @@ class DominantClass(PartitionScheme):
         return each, reserved
 
     def _cut(self, table: ClassTable, shards: Counts) -> tuple[NDArray[np.int64], Counts]:
-        """Rows of all clients' shards, shards of a class following each other in the class's shuffled list."""
+        """Return the rows of all clients' shards, which are consecutive in the shuffled rows of a class."""
         edges = np.arange(self.shards_per_class + 1)[:, None] * table.counts // self.shards_per_class
         last = np.cumsum(shards, axis=0)
         columns = np.arange(shards.shape[1])
@@ -108,7 +108,7 @@ class DominantClass(PartitionScheme):
 
 
 def _weights(dominant: Counts, classes: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Each client's weights of the classes other than its dominant one, ``max(N(0.5, 1), 0)``, not all of them 0."""
+    """Draw each client's weights of the non-dominant classes, ``max(N(0.5, 1), 0)``, not all 0."""
     others = np.arange(classes) != dominant[:, None]
     weights = np.zeros(others.shape)
     while classes > 1 and (none := ~weights.any(axis=1)).any():
@@ -117,10 +117,10 @@ def _weights(dominant: Counts, classes: int, rng: np.random.Generator) -> NDArra
 
 
 def _draw(wanted: int, weights: NDArray[np.float64], dominant: int, left: Counts, rng: np.random.Generator) -> Counts:
-    """Shards that one client takes beyond its reserved ones, shape (classes,).
+    """Draw the shards that one client takes besides its reserved ones, shape (classes,).
 
-    Drawing one shard at a time and drawing again where a class has run out is the same as drawing all at once and
-    drawing again for what exceeds the shards left.
+    Drawing one shard at a time, and again if a class is exhausted, is equivalent to drawing all at once and again for
+    the shards in excess.
     """
     taken, total = np.zeros_like(left), wanted
     others = (np.arange(len(left)) != dominant).astype(np.float64)

@@ -1,4 +1,4 @@
-"""The baseline partition: every client sees the same distribution."""
+"""The baseline partition: all clients have the same distribution."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fl_lightning.ranges import Count, Part
 class IID(PartitionScheme):
     """Deal the shuffled training rows evenly: every row is used and sizes differ by at most one.
 
-    Official test rows, where there are any, become the global test set.
+    Official test rows, if any, become the global test set.
 
     Args:
         clients: number of clients.
-        test_fraction: part of each client's samples that it is tested on.
-        train_samples: how many samples each client trains on; its test samples come on top, and the rows that are left
-            are nobody's. None deals all rows.
+        test_fraction: fraction of each client's samples held out for testing.
+        train_samples: number of training samples of each client, in addition to its test samples; the remaining rows
+            are not used. None deals all rows.
     """
 
     def __init__(self, clients: Count = 10, test_fraction: Part = 0.2, train_samples: Count | None = None) -> None:
@@ -28,11 +28,11 @@ class IID(PartitionScheme):
         self.train_samples = train_samples
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out."""
+        """Deal the pool's rows."""
         if pool.train_size < 2 * self.clients:
             raise FederationError(
-                f"{pool.train_size} samples are too few for {self.clients} clients, which need one to train on and one "
-                f"to be tested on: use at most {max(1, pool.train_size // 2)} clients."
+                f"{pool.train_size} samples are too few for {self.clients} clients, which need one for training and "
+                f"one for testing each: use at most {max(1, pool.train_size // 2)} clients."
             )
         rows = rng.permutation(pool.train_rows)
         cuts = np.arange(self.clients + 1) * pool.train_size // self.clients

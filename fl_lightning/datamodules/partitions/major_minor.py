@@ -1,4 +1,4 @@
-"""Two major classes per client over a uniform ground (FedBPS)."""
+"""Major classes per client on top of a uniform share of all classes (FedBPS)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fl_lightning.ranges import Count, Part, Share
 
 
 class MajorMinor(PartitionScheme):
-    """A share ``similarity`` of each client's samples is uniform, the rest of its major classes (docs/partitions.md).
+    """Deal a share ``similarity`` of samples uniformly, the rest from major classes (docs/partitions.md).
 
-    Majors are assigned round robin over a shuffled list of classes, so that each class is major equally often. All
-    clients have the same size, ``floor(classes * min_c n_c / clients)``, and their test sets have the same shares and
-    are dealt disjointly from the official test rows; data without such rows has a stratified part held out first. Each
-    client's majors are kept as ``major_classes``.
+    Majors are assigned round-robin over a shuffled list of classes, so that each class is a major equally often. All
+    clients have the same size, ``floor(classes * min_c n_c / clients)``. Their test sets have the same class shares and
+    are disjoint parts of the official test rows; without such rows, a stratified fraction is held out first. Each
+    client's majors are stored as ``major_classes``.
 
     Args:
         clients: number of clients.
-        similarity: the uniform share (s), 0 to 1; with two majors of ten classes 0.2 gives 42% for each major and 2%
+        similarity: the uniform share (s), 0 to 1; with two majors of ten classes, 0.2 gives 42% for each major and 2%
             for every other class.
-        majors: major classes of a client.
-        test_fraction: part held out for testing where the data has no official test rows.
+        majors: number of major classes of a client.
+        test_fraction: fraction held out for testing if there are no official test rows.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MajorMinor(PartitionScheme):
         self.test_fraction = test_fraction
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out."""
+        """Deal the pool's rows."""
         rows, held = pool.train_rows, pool.test_rows
         if not len(held):
             rows, held = holdout(pool.labels, rows, self.test_fraction, rng)
@@ -54,7 +54,7 @@ class MajorMinor(PartitionScheme):
         return Partition(client_index(*train), client_index(*test), meta, global_test=torch.from_numpy(np.sort(held)))
 
     def _assign(self, classes: int, rng: np.random.Generator) -> Counts:
-        """Each client's major classes, shape (clients, majors)."""
+        """Draw each client's major classes, shape (clients, majors)."""
         if not 1 <= self.majors <= classes:
             raise FederationError(f"majors must lie between 1 and the {classes} classes, not {self.majors}.")
         step = classes // gcd(classes, self.majors)
@@ -67,11 +67,11 @@ class MajorMinor(PartitionScheme):
         return rng.permutation(classes)[slots].reshape(self.clients, self.majors)
 
     def _deal(self, pool: Pool, rows: Counts, majors: Counts, rng: np.random.Generator) -> tuple[Counts, Counts]:
-        """One split's rows, all clients with the same size and shares."""
+        """Deal one split's rows, with the same size and shares for all clients."""
         table = ClassTable.of(pool.labels, rows, pool.classes, rng)
         size = int(pool.classes * table.counts.min() // self.clients)
         while size and ((counts := self._counts(size, majors, pool.classes)).sum(axis=0) > table.counts).any():
-            size -= 1  # rounding to whole samples may ask for one more than there is
+            size -= 1  # rounding may exceed the available samples by one
         if not size:
             raise FederationError(
                 f"Class {table.counts.argmin()} has {table.counts.min()} samples in a split, too few for "
@@ -80,13 +80,13 @@ class MajorMinor(PartitionScheme):
         return table.deal(counts)
 
     def _counts(self, size: int, majors: Counts, classes: int) -> Counts:
-        """Samples of every class, shape (clients, classes); every row sums to ``size``."""
+        """Return the number of samples of every client and class, shape (clients, classes); rows sum to ``size``."""
         minors = classes - self.majors
         minor = min(int(self.similarity * size / classes + 0.5), size // max(1, minors))
         counts = np.full((len(majors), classes), minor, dtype=np.int64)
         rest = size - minor * minors
         each, odd = divmod(rest, self.majors)
-        # The samples that do not divide go to other slots in other rounds over the classes, or some would run out.
+        # Remainders go to different slots in each round over the classes, so that no class runs out.
         rounds = np.arange(len(majors))[:, None] * self.majors // classes
         turn = (rounds + np.arange(self.majors)) % self.majors
         np.put_along_axis(counts, majors, each + (turn < odd), axis=1)

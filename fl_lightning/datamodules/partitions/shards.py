@@ -1,4 +1,4 @@
-"""Clients with few classes each: pathological shards (McMahan et al.), in one mode or several (WAFFLe)."""
+"""Pathological shards (McMahan et al.): few classes per client, in one mode or several (WAFFLe)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fl_lightning.datamodules.partitions.deal import (
 from fl_lightning.errors import FederationError
 from fl_lightning.ranges import Count, CountOrZero, Part
 
-#: Classes and clients of each mode, as published (docs/partitions.md). ``fashion_mnist_tops`` is the other reading of
-#: "footwear and shirts", with the T-shirt among them.
+#: Classes and clients of each mode, as published (docs/partitions.md). ``fashion_mnist_tops`` is another reading of
+#: "footwear and shirts", which includes the T-shirt.
 MODES: dict[str, tuple[list[list[int]], list[int]]] = {
     "mnist": ([[1, 3, 5, 7, 9], [0, 2, 4, 6, 8]], [100, 20]),
     "fashion_mnist": ([[0, 1, 2, 3, 4, 8], [5, 6, 7, 9]], [90, 20]),
@@ -34,14 +34,14 @@ _TRADES = 24
 class Unimodal(PartitionScheme):
     """Cut every class into equal shards and give each client ``classes_per_client`` of them (docs/partitions.md).
 
-    Each class is shuffled and cut into ``clients * classes_per_client / classes`` shards of equal size; what is left
-    over is dropped. Official training rows only; the official test rows become the global test set.
+    Each class is shuffled and cut into ``clients * classes_per_client / classes`` shards of equal size; remaining rows
+    are dropped. Only official training rows are dealt; official test rows become the global test set.
 
     Args:
         clients: number of clients.
-        classes_per_client: shards that a client receives (Z).
-        distinct: give every client shards of different classes; otherwise two shards of one class may meet.
-        test_fraction: part of each client's samples that it is tested on.
+        classes_per_client: number of shards of a client (Z).
+        distinct: give every client shards of different classes; otherwise it may get several shards of one class.
+        test_fraction: fraction of each client's samples held out for testing.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Unimodal(PartitionScheme):
         self.test_fraction = test_fraction
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out."""
+        """Deal the pool's rows."""
         table = ClassTable.of(pool.labels, pool.train_rows, pool.classes, rng)
         size = table.counts // shards_per_class(self.clients, self.classes_per_client, table.counts)
         shards = deal_shards(self.clients, self.classes_per_client, pool.classes, self.distinct, rng)
@@ -64,16 +64,16 @@ class Unimodal(PartitionScheme):
 class Multimodal(PartitionScheme):
     """Several groups of clients, each with its own classes: a majority and minorities (docs/partitions.md).
 
-    Within a mode shards are dealt as in :class:`Unimodal`. One shard size holds for all modes, the largest that every
-    class can serve, so that clients of every mode are equally large. Each client's mode is kept as ``mode``, 0 for the
-    first one given (the majority in the presets).
+    Within a mode, shards are dealt as in :class:`Unimodal`. All modes use the same shard size, the largest that every
+    class allows, so all clients have the same size. Each client's mode is stored as ``mode``, 0 for the first one (the
+    majority in the presets).
 
     Args:
-        modes: the classes of every mode, or the name of the data set whose published modes to take.
-        clients: clients of every mode; not needed with a name.
-        classes_per_client: shards that a client receives (Z).
+        modes: the classes of every mode, or the name of a data set with published modes.
+        clients: number of clients of every mode; not needed with a name.
+        classes_per_client: number of shards of a client (Z).
         distinct: give every client shards of different classes.
-        test_fraction: part of each client's samples that it is tested on.
+        test_fraction: fraction of each client's samples held out for testing.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Multimodal(PartitionScheme):
         self._groups, self._sizes = _resolve(modes, clients)
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out."""
+        """Deal the pool's rows."""
         beyond = [c for group in self._groups for c in group if not 0 <= c < pool.classes]
         if beyond:
             raise FederationError(f"Class {beyond[0]} of a mode is not among the data's 0 to {pool.classes - 1}.")
@@ -107,7 +107,7 @@ class Multimodal(PartitionScheme):
         return Partition(train, test, {"mode": mode_of.tolist()}, global_test=pool.global_test)
 
     def _shard_size(self, counts: Counts, mode: int) -> int:
-        """The largest shard that every class of a mode can serve."""
+        """Return the largest shard size that every class of a mode allows."""
         group, clients = self._groups[mode], self._sizes[mode]
         shards = shards_per_class(clients, self.classes_per_client, counts[group], group, f"mode {mode}")
         return int(counts[group].min()) // shards
@@ -116,14 +116,14 @@ class Multimodal(PartitionScheme):
 def shards_per_class(
     clients: int, per_client: int, counts: Counts, names: Sequence[int] | None = None, where: str = "the data"
 ) -> int:
-    """Shards that every class is cut into; refuses what does not come out even and classes that are too small.
+    """Return the number of shards per class; refuse uneven divisions and classes that are too small.
 
     Args:
         clients: number of clients.
-        per_client: shards that each of them gets.
+        per_client: number of shards of each client.
         counts: samples of each class, shape (classes,).
-        names: the classes' numbers; 0, 1, 2... unless given.
-        where: what the classes belong to, for the message.
+        names: the class numbers. Default: 0, 1, 2...
+        where: owner of the classes, for error messages.
     """
     classes, poor = len(counts), int(np.argmin(counts))
     if not 1 <= per_client <= classes:
@@ -146,7 +146,7 @@ def shards_per_class(
 
 
 def deal_shards(clients: int, per_client: int, classes: int, distinct: bool, rng: np.random.Generator) -> Counts:
-    """How many shards of each class every client gets, shape (clients, classes); every class equally often."""
+    """Draw the number of shards of every client and class, shape (clients, classes); columns sum to the same."""
     if distinct:
         return _distinct(clients, per_client, classes, rng).astype(np.int64)
     shards = rng.permutation(np.repeat(np.arange(classes), clients * per_client // classes))
@@ -155,11 +155,11 @@ def deal_shards(clients: int, per_client: int, classes: int, distinct: bool, rng
 
 
 def _distinct(clients: int, per_client: int, classes: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """A random 0/1 matrix with ``per_client`` ones a row and equal columns, shape (clients, classes).
+    """Draw a 0/1 matrix with ``per_client`` ones per row and equal column sums, shape (clients, classes).
 
-    Drawing again until no client holds a class twice would take forever (10^-5 of the shuffles of 100 clients pass).
-    Instead start from a staircase, which always exists, and let random pairs of clients trade at random what only one
-    of them holds; rows and columns keep their sums, and a few trades forget the start.
+    Rejection sampling would take forever (10^-5 of the shuffles of 100 clients pass). Instead, start from a staircase,
+    which always exists, and let random pairs of clients trade classes that only one of them has; row and column sums do
+    not change, and a few trades forget the start.
     """
     slots = np.arange(clients * per_client)
     held = np.zeros((clients, classes), dtype=bool)
@@ -177,10 +177,10 @@ def _distinct(clients: int, per_client: int, classes: int, rng: np.random.Genera
 
 
 def _resolve(modes: str | list[list[int]], clients: list[int] | None) -> tuple[list[list[int]], list[int]]:
-    """Classes and client counts of the modes, checked."""
+    """Return checked classes and client counts of the modes."""
     if isinstance(modes, str):
         if modes not in MODES:
-            raise FederationError(f"There is no preset {modes!r} of modes: take one of {', '.join(MODES)}.")
+            raise FederationError(f"There is no preset {modes!r} of modes: use one of {', '.join(MODES)}.")
         groups, sizes = MODES[modes][0], clients or MODES[modes][1]
     elif clients is None:
         raise FederationError("Own modes need a number of clients each, such as clients=[100, 20].")

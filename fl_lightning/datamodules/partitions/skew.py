@@ -1,4 +1,4 @@
-"""Agents with rotated label distributions (WAFFLE with weighted averaging, distributions A, B and C)."""
+"""Agents with rotated label distributions (distributions A, B and C of WAFFLE with weighted averaging)."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ BASES: dict[str, list[float]] = {
     "C": [0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.2, 0.1, 0.0, 0.0],
 }
 _MOST_TEST_ROWS = 200_000_000
-_EPS = 1e-9  # 0.1 * 6000 must count as 600 even where the product falls just below
+_EPS = 1e-9  # 0.1 * 6000 must count as 600 even if the product is just below
 
 
 class LabelSkew(PartitionScheme):
-    """Agent i draws classes by a base vector rotated right by i (docs/partitions.md); agent 0 is the agent of interest.
+    """Rotate a base vector of class shares by i for agent i (docs/partitions.md); agent 0 is the agent of interest.
 
-    Agent i receives ``floor(p_i[c] * classes / clients * n_c)`` training samples of class c, taken one agent after the
-    other from a shuffled class list. It is tested on official test rows, of class c the fraction ``p_i[c] / max(p_i)``.
-    Test sets of different agents may overlap (all of them are whole under distribution A): it is the one overlap any
-    scheme allows, and no test row is ever trained on. Data without official test rows has a stratified part held out.
+    Agent i receives ``floor(p_i[c] * classes / clients * n_c)`` training samples of class c, consecutive rows of the
+    shuffled class. It is tested on the fraction ``p_i[c] / max(p_i)`` of the official test rows of class c. Only in
+    this scheme may test sets of different agents overlap (under distribution A each of them is the whole test set); no
+    test row is ever trained on. Without official test rows, a stratified fraction is held out.
 
     Args:
-        base: agent 0's share of every class, or the name of a published one: A (uniform), B (four classes) or C (five
+        base: agent 0's share of every class, or a published distribution: A (uniform), B (four classes) or C (five
             classes around one peak).
         clients: number of agents; a multiple of the number of classes uses every sample.
-        samples_per_agent: training samples of every agent, exactly; None deals out all there are.
-        test_samples: at most so many test samples per agent; None for no limit.
-        test_fraction: part held out for testing where the data has no official test rows.
+        samples_per_agent: exact number of training samples of every agent; None deals all samples.
+        test_samples: maximum number of test samples per agent; None for no limit.
+        test_fraction: fraction held out for testing if there are no official test rows.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LabelSkew(PartitionScheme):
         self.test_fraction = test_fraction
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out."""
+        """Deal the pool's rows."""
         rows, held = pool.train_rows, pool.test_rows
         if not len(held):
             rows, held = holdout(pool.labels, rows, self.test_fraction, rng)
@@ -75,9 +75,9 @@ class LabelSkew(PartitionScheme):
         return Partition(train, test, global_test=torch.from_numpy(np.sort(held)))
 
     def _vector(self, classes: int) -> Shares:
-        """Agent 0's share of every class, checked and normalised, shape (classes,)."""
+        """Return agent 0's share of every class, checked and normalised, shape (classes,)."""
         if isinstance(self.base, str) and self.base not in BASES:
-            raise FederationError(f"There is no distribution {self.base!r}: take A, B, C or give a list of shares.")
+            raise FederationError(f"There is no distribution {self.base!r}: use A, B, C or a list of shares.")
         named = BASES[self.base] if isinstance(self.base, str) else self.base
         vector: Shares = np.asarray(named, dtype=np.float64)
         if self.base == "A":
@@ -95,7 +95,7 @@ class LabelSkew(PartitionScheme):
         return vector
 
     def _train_counts(self, shares: Shares, counts: Counts) -> Counts:
-        """Training samples of every agent and class, shape (agents, classes)."""
+        """Return the number of training samples of every agent and class, shape (agents, classes)."""
         agents, classes = shares.shape
         full: Counts = np.floor(shares * classes / agents * counts + _EPS).astype(np.int64)
         over = full.sum(axis=0) - counts
@@ -115,7 +115,7 @@ class LabelSkew(PartitionScheme):
         return wanted
 
     def _test_counts(self, shares: Shares, counts: Counts) -> Counts:
-        """Test samples of every agent and class, shape (agents, classes)."""
+        """Return the number of test samples of every agent and class, shape (agents, classes)."""
         wanted: Counts = np.floor(shares / shares.max(axis=1, keepdims=True) * counts + _EPS).astype(np.int64)
         if self.test_samples is not None:
             whole = wanted.sum(axis=1, keepdims=True)
@@ -129,7 +129,7 @@ class LabelSkew(PartitionScheme):
 
 
 def rotations(vector: Shares, agents: int) -> Shares:
-    """The vector rotated right by i for agent i, shape (agents, classes).
+    """Rotate the vector right by i for agent i, shape (agents, classes).
 
     Example:
         >>> rotations(np.array([0.7, 0.2, 0.1]), 2).tolist()
@@ -141,7 +141,7 @@ def rotations(vector: Shares, agents: int) -> Shares:
 
 
 def apportion(shares: Shares, total: int) -> Counts:
-    """Whole numbers in proportion to each row's shares that sum to ``total`` (largest remainders get the rest).
+    """Round each row's shares of ``total`` to integers that sum to ``total`` (largest remainder method).
 
     Example:
         >>> apportion(np.array([[0.5, 0.25, 0.25]]), 10).tolist()

@@ -1,4 +1,4 @@
-"""The natural partition: one client per person."""
+"""The natural partition: one client per user."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fl_lightning.ranges import Count, Part, TwoOrMore
 
 
 class ByUser(PartitionScheme):
-    """Every client is one user of the data, with that user's samples (docs/partitions.md).
+    """Make every client one user of the data (docs/partitions.md).
 
-    Users with at least ``min_samples`` official training samples are kept and ``clients`` of them are drawn. Official
-    test rows, where there are any, become the global test set. Each client's user is kept as ``user``.
+    ``clients`` users are drawn among those with at least ``min_samples`` official training samples. Official test rows,
+    if any, become the global test set. Each client's user is stored as ``user``.
 
     Args:
-        clients: number of users to draw; None takes all that are left.
-        min_samples: samples that a user must have.
-        test_fraction: part of each client's samples that it is tested on.
+        clients: number of users to draw; None takes all eligible users.
+        min_samples: minimum number of samples of a user.
+        test_fraction: fraction of each client's samples held out for testing.
     """
 
     def __init__(self, clients: Count | None = 100, min_samples: TwoOrMore = 20, test_fraction: Part = 0.2) -> None:
@@ -28,9 +28,9 @@ class ByUser(PartitionScheme):
         self.test_fraction = test_fraction
 
     def split(self, pool: Pool, rng: np.random.Generator) -> Partition:
-        """Deal the pool's rows out."""
+        """Deal the pool's rows."""
         if pool.users is None:
-            raise FederationError("This data does not say which user wrote what: use Sent140, or another partition.")
+            raise FederationError("This data has no users: use Sent140 or another partition.")
         users, owner, counts = np.unique(pool.users[: pool.train_size], return_inverse=True, return_counts=True)
         eligible = np.flatnonzero(counts >= self.min_samples)
         wanted = len(eligible) if self.clients is None else self.clients
@@ -44,13 +44,13 @@ class ByUser(PartitionScheme):
         return Partition(train, test, {"user": users[chosen].tolist()}, global_test=pool.global_test)
 
     def _too_few(self, counts: np.ndarray[tuple[int], np.dtype[np.int64]], eligible: int) -> str:
-        """Say how many users there are and which settings work."""
+        """Return an error message with the number of users and settings that work."""
         ranked = np.sort(counts)[::-1]
         wanted = min(self.clients or 1, len(ranked))
         enough = max(2, int(ranked[wanted - 1]))
         users = int((counts >= enough).sum())
         have = f"Only {eligible} users have" if eligible else f"No user (the busiest has {ranked[0]}) has"
         return (
-            f"{have} the {self.min_samples} samples that min_samples asks for: use min_samples={enough} and at most "
+            f"{have} the {self.min_samples} samples that min_samples requires: use min_samples={enough} and at most "
             f"{users} clients" + (f", or {eligible} clients." if eligible else ".")
         )

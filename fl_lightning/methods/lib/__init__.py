@@ -1,1 +1,1 @@
-"""Machinery that several methods share."""
+"""Components shared by several methods."""

@@ -1,4 +1,4 @@
-"""Fitting some entries of clients' states outside the rounds, with everything else frozen."""
+"""Fitting of some entries of clients' states outside of rounds, with all others frozen."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from fl_lightning.wire import State
 def fitting(
     method: LocalMethod, names: Sequence[str], epochs: int, steps: int | None = None, purpose: str = "adapt"
 ) -> Plan:
-    """The method's own moves in one phase, with random streams apart from those of the rounds.
+    """Build a plan with the method's own moves in one phase and random streams separate from the rounds'.
 
     Args:
-        method: its moves are used.
+        method: the method whose moves are used.
         names: the entries to train.
-        epochs: passes over a client's data.
-        steps: steps at most; None does not bound them.
-        purpose: every name has its own streams.
+        epochs: number of passes over a client's data.
+        steps: maximum number of steps; None for no limit.
+        purpose: name of the random streams.
     """
     return Plan(method, [Phase(epochs, tuple(names), purpose, steps)], purpose=purpose)
 
 
 def fit_entries(method: ClientSide, plan: Plan, data: Sequence[LocalData], states: Sequence[State]) -> list[State]:
-    """Train the entries of a plan, and nothing else, on each client's own training data.
+    """Train only the entries of a plan on each client's own training data.
 
-    A pure function of its arguments and the plan's seed; it may be called in the middle of an evaluation.
+    A pure function of its arguments and the plan's seed; may be called during an evaluation.
 
     Args:
         method: the method, for its engine.
         plan: one phase of training.
         data: the clients' data.
-        states: the state that each client starts from.
+        states: each client's initial state.
 
     Returns:
         The trained entries of every client.

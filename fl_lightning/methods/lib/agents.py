@@ -1,4 +1,4 @@
-"""Federations for an agent of interest: every round weighs the others by how far their updates are from its own."""
+"""Federations for an agent of interest, which weight the others by the distance of their updates from its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fl_lightning.ranges import CountOrZero
 from fl_lightning.snapshots import moved
 from fl_lightning.wire import Message, State
 
-#: Prefix under which the memory holds what the server of each federation has, stacked, shape (agents, ...).
+#: Prefix in the memory of the federations' server states, stacked, shape (agents, ...).
 EACH = "each."
-#: The weights that were used and the distances that were seen, shape (rounds, agents of interest, clients), float64.
+#: History of weights and distances, shape (rounds, agents of interest, clients), float64.
 WEIGHTS, DISTANCES = "weights", "distances"
 
 
@@ -26,28 +26,27 @@ class AgentsOfInterest(FederatedModule, ABC):
     """Base of Weight Erosion and WAFFLEAvg: a model for one agent ("Alice"), or one for every agent in one run.
 
     A round trains all clients from the agent's model, measures d_i = ||y_i - y_agent|| over all trainable parameters in
-    float64, and asks :meth:`weigh` for weights. The new model is the weighted mean of the clients' models. A method
-    says how agents are weighed, and with :meth:`may_count` who cannot count any more and need not be trained.
+    float64, and computes weights with :meth:`weigh`. The new model is the weighted mean of the clients' models.
+    Subclasses implement :meth:`weigh`, and :meth:`may_count` to exclude agents that can no longer have a weight.
 
-    With ``agent_of_interest="all"`` there is a federation, a model and a vector of weights for every agent. Clients
-    then train all these models, stacked as if they were so many clients: number (f + 1) N + i of the cohort is client
-    i's training of agent f's model, on the same batches for every f. That equals a run for every agent, and shares the
-    first round, in which all models are still the same and numbers are the clients'. The server's own net then holds
-    the mean of all models.
+    With ``agent_of_interest="all"`` every agent has a federation, a model and a vector of weights. Clients train all
+    models, stacked like clients: number (f + 1) N + i of the cohort is client i's training of agent f's model, on the
+    same batches for every f. This equals one run per agent, but shares the first round, in which all models are equal
+    and numbers are the clients'. The server's net holds the mean of all models.
 
-    An agent whose update is left out of a round (not finite) counts nothing in it; the model of an agent of interest
-    whose own update is left out stays as it is, and the weights of that round are 0.
+    An agent whose update is excluded from a round (not finite) has no weight in it. If the update of the agent of
+    interest is excluded, its model does not change and the weights of that round are 0.
 
     Args:
         net: the network.
-        agent_of_interest: for whom the model is made: a client's number, or ``all``.
+        agent_of_interest: the agent to train a model for: a client's number, or ``all``.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
     aggregates_by_mean = takes_rules = False  # the clients' updates decide the weights
 
-    fixed: ClassVar[Mapping[str, str]] = {"weighting": "the distance weighs clients, sample counts play no part"}
-    #: Entries of the memory that belong to one run: another ``fit`` begins without them.
+    fixed: ClassVar[Mapping[str, str]] = {"weighting": "clients are weighted by distance, not by their samples"}
+    #: Entries of the memory that another ``fit`` resets.
     of_the_run: tuple[str, ...] = (WEIGHTS, DISTANCES)
 
     def __init__(
@@ -58,43 +57,43 @@ class AgentsOfInterest(FederatedModule, ABC):
     ) -> None:
         super().__init__(net, **kwargs)
         self.agent_of_interest = agent_of_interest
-        #: What the servers keep between rounds, by name: models of their own, weights, distances.
+        #: State of the servers between rounds, by name: models, weights, distances.
         self.memory: State = {}
         self.everyone = agent_of_interest == "all"
         if self.everyone and self.server_optimizer is not None:
             raise FederationError("agent_of_interest=all has a server for every agent: leave server_optimizer out.")
 
-    # server: what a method says
+    # server: hooks of the method
 
     @abstractmethod
     def weigh(self, distances: Tensor, moved: Tensor) -> Tensor:
-        """Aggregation weights of this round, shape (agents of interest, clients), each row summing to 1.
+        """Return aggregation weights of this round, shape (agents of interest, clients); rows sum to 1.
 
         Args:
-            distances: d_i of every federation, NaN for clients that are left out, same shape, float64.
+            distances: d_i of every federation, NaN for excluded clients, same shape, float64.
             moved: length of the agents' own updates, shape (agents of interest,).
         """
 
     def may_count(self, round: int) -> Tensor:
-        """Which clients may have a weight in this or a later round, shape (agents of interest, clients); all."""
+        """Return which clients may have a weight from now on, shape (agents of interest, clients). Default: all."""
         return torch.ones(len(self.agents), self.clients_known, dtype=torch.bool)
 
     def combine(self, messages: Sequence[Message], weights: Sequence[float], before: State) -> State:
-        """State of one federation's server after a round, from its state ``before``: the mean model."""
+        """Return the state of one federation's server after a round. Default: the mean model."""
         return self.mean(messages, weights, self.shared_names)
 
     # server: checkpoints
 
     def server_extras(self) -> dict[str, Any]:
-        """State of the servers."""
+        """Return the state of the servers."""
         return dict(self.memory)
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
-        """Bring it back."""
+        """Restore the state of the servers."""
         self.memory = dict(extras)
 
     def on_fit_start(self) -> None:
-        """It follows the module to its device, as the clients do; models take its precision, weights keep theirs."""
+        """Move the memory to the module's device; models take its precision, weights keep theirs."""
         super().on_fit_start()
         self._check_models()
         self.memory = {
@@ -105,35 +104,35 @@ class AgentsOfInterest(FederatedModule, ABC):
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def _check_models(self) -> None:
-        """Refuse data with other clients than those whose models are held; a checkpoint has been read by now."""
+        """Refuse data with another number of clients than models; called after a checkpoint was loaded."""
         clients = len(self.roster)
         if self._apart and self._models != clients:
             raise FederationError(
                 f"agent_of_interest=all has a model for each of {self._models} clients, but the data has {clients}: "
-                "use the data that it was trained on."
+                "use the data it was trained on."
             )
 
     # server: numbers
 
     @property
     def agents(self) -> list[int]:
-        """The agents of interest, one for each federation."""
+        """Agents of interest, one for each federation."""
         if isinstance(self.agent_of_interest, int):
             return [self.agent_of_interest]
         return list(range(self.clients_known))
 
     @property
     def clients_known(self) -> int:
-        """How many clients there are; of a model that was loaded without data, as many as there are models."""
+        """Number of clients; for a model loaded without data, the number of models."""
         return self._models or len(self.roster)
 
     @property
     def this_round(self) -> int:
-        """The present round, from 1."""
+        """The current round, from 1."""
         return self.completed_rounds + 1
 
     def setup(self, stage: str) -> None:
-        """Check that the agent is there, and forget the weights of an earlier run."""
+        """Check that the agent exists, and reset the weights of an earlier run."""
         super().setup(stage)
         clients = self.clients_known
         if not self.everyone and self.agents[0] >= clients:
@@ -142,7 +141,7 @@ class AgentsOfInterest(FederatedModule, ABC):
             self.memory = {name: value for name, value in self.memory.items() if name not in self.of_the_run}
 
     def cohort(self, round: int) -> list[int]:
-        """All clients that may count, whatever share the DataModule samples, the agent of interest first."""
+        """Return all clients that may have a weight, the agent of interest first; ignores ``fraction``."""
         clients = self.clients_known
         if self.everyone and not self._apart:
             return list(range(clients))
@@ -152,52 +151,52 @@ class AgentsOfInterest(FederatedModule, ABC):
         return [self._number(row, client) for row, agent, client in pairs if counts[row, client] or client == agent]
 
     def client_of(self, number: int) -> int:
-        """The client that a number of the cohort is."""
+        """Return the client of a number of the cohort."""
         return number % self.clients_known if self.everyone and self.clients_known else number
 
     def _number(self, row: int, client: int) -> int:
-        """The number of a client in a federation, once the federations are apart."""
+        """Return the number of a client in a federation, once federations have their own models."""
         return (row + 1) * self.clients_known + client if self.everyone else client
 
     def _row(self, number: int) -> int:
-        """The federation that a number belongs to; a plain client's is its own."""
+        """Return the federation of a number; its own for a plain client."""
         if not self.everyone:
             return 0
         return number // self.clients_known - 1 if number >= self.clients_known else number
 
     @property
     def _apart(self) -> bool:
-        """Whether every agent has a model of its own by now."""
+        """Whether every agent has its own model already."""
         return self._models > 0
 
     @property
     def _models(self) -> int:
-        """How many models there are beside the server's own: one for each client, or none."""
+        """Number of models in addition to the server's own: one per client, or none."""
         return next((len(value) for name, value in self.memory.items() if name.startswith(EACH)), 0)
 
     def _server_of(self, row: int) -> State:
-        """State of a federation's own server; empty while it is the same for all."""
+        """Return the state of a federation's own server; empty while all share it."""
         return {name.removeprefix(EACH): v[row] for name, v in self.memory.items() if name.startswith(EACH)}
 
     # server: a round
 
     def message_down(self, client: int) -> State:
-        """The model of the number's federation."""
+        """Return the model of the number's federation."""
         sent = super().message_down(client)
         own = self._server_of(self._row(client))
         return {name: own.get(name, value) for name, value in sent.items()}
 
     def evaluation_down(self, client: int) -> State:
-        """The model of the number's federation."""
+        """Return the model of the number's federation."""
         own = self._server_of(self._row(client))
         return {name: own.get(name, value) for name, value in super().evaluation_down(client).items()}
 
     def evaluated_as(self, client: int) -> int:
-        """With ``all`` the client's training of its own model."""
+        """With ``all``, return the client's number in its own federation."""
         return self._number(client, client) if self.everyone and self._apart else client
 
     def aggregate(self, messages: list[Message]) -> State:
-        """Weigh the clients of every federation and combine their models."""
+        """Weight the clients of every federation and combine their models."""
         rows = range(len(self.agents))
         sent = [self._messages_to(row, messages) for row in rows]
         before = [self.server_state() | self.message_down(self._number(row, 0)) | self._server_of(row) for row in rows]
@@ -216,12 +215,12 @@ class AgentsOfInterest(FederatedModule, ABC):
         return {n: v.double().mean(0).to(v) if v.is_floating_point() else v.amax(0) for n, v in each.items()}
 
     def _messages_to(self, row: int, messages: list[Message]) -> list[Message]:
-        """Messages of clients to one federation, under their own numbers."""
+        """Return the messages to one federation, under the clients' own numbers."""
         own = [m for m in messages if not self._apart or self._row(m.client) == row]
         return [Message(self.client_of(m.client), m.tensors, m.samples, m.loss) for m in own]
 
     def _measure(self, agent: int, messages: list[Message], before: State) -> tuple[Tensor, Tensor]:
-        """Distance of every client's update from the agent's, NaN if there is none, and the length of the latter."""
+        """Return the distance of every client's update from the agent's (NaN if missing) and the norm of the latter."""
         squares = torch.full((self.clients_known,), torch.nan, dtype=torch.float64)
         sent = {message.client: message.tensors for message in messages}
         if agent not in sent:
@@ -244,17 +243,17 @@ class AgentsOfInterest(FederatedModule, ABC):
         earlier = [self.memory[name]] if name in self.memory else []
         self.memory[name] = torch.cat([*earlier, values[None].to(self.device)])
 
-    # server: what is known afterwards
+    # server: history
 
     def weight_history(self) -> Tensor:
-        """The weights used in every round so far, shape (rounds, agents of interest, clients)."""
+        """Return the weights of every round so far, shape (rounds, agents of interest, clients)."""
         return self.memory.get(WEIGHTS, torch.zeros(0, 0, 0, dtype=torch.float64))
 
     def distance_history(self) -> Tensor:
-        """The distances d_i of every round so far, NaN for clients that did not train, same shape."""
+        """Return the distances d_i of every round so far, NaN for clients that did not train, same shape."""
         return self.memory.get(DISTANCES, torch.zeros(0, 0, 0, dtype=torch.float64))
 
 
 def one_hot(clients: int, agent: int) -> Tensor:
-    """All weight on the agent of interest, shape (clients,)."""
+    """Return weights that are 1 for the agent of interest and 0 for all others, shape (clients,)."""
     return torch.nn.functional.one_hot(torch.tensor(agent), clients).double()

@@ -1,4 +1,4 @@
-"""Base of the methods with factorised layers: a dictionary on the server, a selection at home."""
+"""Base of methods with factorised layers: a shared dictionary and private selections."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from fl_lightning.parties import SANITY_CHECK, LocalData, Me, Reply
 from fl_lightning.snapshots import DiskSnapshotStore
 from fl_lightning.wire import Message, State, Weighting, prefixed, without
 
-#: Prefix of what a client keeps of the last message it received.
+#: Prefix of entries kept from the last received message.
 RECEIVED = "received."
-#: Purpose of what clients that never trained work out.
+#: Purpose of selections fitted for clients that never trained.
 ADAPTED = "adapted"
 
 
 class FactorizedModule(FederatedModule, ABC):
-    """A federation that shares factors, of which every client makes its own selection.
+    """Base class of methods with shared factors, of which every client selects its own.
 
-    The server holds ``wa``, ``wb`` and ``r`` of every factorised layer and all other weights; messages are exactly
-    these. What a client selects by (its *own entries*, of which a subclass names the kinds) lies in its snapshot and
-    nowhere else. A layer's buffer ``mask`` is where the selection enters the net; it is derived, neither sent nor kept.
+    The server holds ``wa``, ``wb`` and ``r`` of every factorised layer and all other weights; messages contain exactly
+    these. A client's selection (its *own entries*, of kinds given by the subclass) is stored in its snapshot only. The
+    selection enters the net through a layer's buffer ``mask``, which is derived and neither sent nor stored.
 
-    Own entries take plain SGD steps: momentum, weight decay and clipping are for the weights.
+    Own entries take plain SGD steps; momentum, weight decay and clipping apply to the weights only.
 
     Args:
         net: the network, dense or with factorised layers.
-        never_sampled: how a client that never trained is evaluated; ``adapt`` first fits its own entries, alone, to its
+        never_sampled: how to evaluate a client that never trained; ``adapt`` first fits only its own entries to its
             training data.
-        evaluation: how clients are evaluated; see :class:`~fl_lightning.methods.settings.FactorEvaluation`.
-        weighting: weigh clients by their number of samples, or all the same.
+        evaluation: options of evaluation; see :class:`~fl_lightning.methods.settings.FactorEvaluation`.
+        weighting: weight clients by their number of samples or uniformly.
         kwargs: see :class:`~fl_lightning.module.FederatedModule`.
     """
 
-    #: Kinds of own entries that a client has for each factorised layer.
+    #: Kinds of own entries for each factorised layer.
     kinds: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -63,19 +63,19 @@ class FactorizedModule(FederatedModule, ABC):
         self.never_sampled = never_sampled
         self.evaluated: FactorEvaluation = FactorEvaluation.of(evaluation, "evaluation")
         self.factors: dict[str, int] = {}
-        #: How many factors have been trained; those that were added since count for nobody yet.
+        #: Number of trained factors by layer; later ones are not used yet.
         self.known: dict[str, int] = {}
 
     def asked_factors(self, factors: dict[str, int] | None) -> dict[str, int]:
-        """Numbers of factors by layer as asked for; of a dense net, where nothing is asked, the default ones."""
+        """Return the requested numbers of factors by layer; for a dense net, defaults if none are given."""
         return default_factors(self.net) if not factors and not self.layers else dict(factors or {})
 
     def factorise(self, factors: Mapping[str, int], effective: Mapping[str, float]) -> None:
-        """Factorise the named layers of the net, besides those that are factorised already.
+        """Factorise the named layers of the net, in addition to layers that are already factorised.
 
         Args:
-            factors: number of factors by layer; empty if the net came factorised.
-            effective: how many of a layer's factors are active on average, for their initial scale; else all.
+            factors: number of factors by layer; empty for a factorised net.
+            effective: mean number of active factors by layer, for the initial scale. Default: all.
         """
         rng = seeding.stream(self.seed, "factors")
         self.net = factorize(self.net, factors, effective, _generator(rng))
@@ -86,45 +86,45 @@ class FactorizedModule(FederatedModule, ABC):
                 f"{type(self.net).__name__} has none: use another net, or name layers, such as factors={{'head': 6}}."
             )
 
-    # client: what a method says
+    # client: hooks of the method
 
     @abstractmethod
     def initial(self, layer: str, number: int) -> State:
-        """Own entries of a layer of so many factors that every client starts with, by kind, each of shape (F,)."""
+        """Return a client's initial own entries of a layer with ``number`` factors, by kind, each of shape (F,)."""
 
     @abstractmethod
     def training_masks(self, state: State, noise: State) -> State:
-        """The masks of one local step, by the names of the layers' mask buffers."""
+        """Return the masks of one local step, by the names of the layers' mask buffers."""
 
     @abstractmethod
     def penalty(self, state: State, batch: Batch) -> Tensor:
-        """Term that the local objective adds to the loss for the selection, 0-dim."""
+        """Return the selection's penalty term of the local objective, 0-dim."""
 
     @abstractmethod
     def selection(self, own: State, rng: np.random.Generator) -> Tensor:
-        """The mask that a client with these own entries of a layer is evaluated with."""
+        """Return the mask of a layer for evaluation, given the client's own entries."""
 
     @abstractmethod
     def own_step(self, name: str, value: Tensor, gradient: Tensor, lr: float | Tensor) -> Tensor:
-        """An own entry after one SGD step at a learning rate."""
+        """Return an own entry after one SGD step."""
 
     def unfitted_masks(self, counts: Mapping[str, int]) -> State:
-        """Masks for clients that never trained and are not adapted. Default: every factor is used."""
+        """Return masks for clients that never trained and are not adapted. Default: all factors."""
         return {f"{layer}.mask": torch.ones_like(self.layers[layer].r[:1]).expand(n) for layer, n in counts.items()}
 
     def noise(self, rng: np.random.Generator, steps: int, counts: Mapping[str, int]) -> State:
-        """Noise of some steps of an epoch for layers of so many factors. Default: none."""
+        """Draw noise for several steps, given the numbers of factors. Default: none."""
         return {}
 
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
-        """The noise of the selection."""
+        """Draw the noise of the selection."""
         return self.noise(rng, steps, self.factors)
 
     # client: names
 
     @property
     def layers(self) -> dict[str, FactorizedLayer]:
-        """The factorised layers by name."""
+        """Factorised layers by name."""
         return factorized_layers(self.net)
 
     @property
@@ -133,43 +133,43 @@ class FactorizedModule(FederatedModule, ABC):
         return tuple(f"{layer}.{kind}" for layer in self.factors for kind in self.kinds)
 
     def own_start(self, counts: Mapping[str, int]) -> State:
-        """The own entries that every client starts with."""
+        """Return a client's initial own entries."""
         return {f"{m}.{kind}": value for m, n in counts.items() for kind, value in self.initial(m, n).items()}
 
     def counts(self, received: State) -> dict[str, int]:
-        """Numbers of factors by layer in a dictionary that was received."""
+        """Return the numbers of factors by layer in a received dictionary."""
         return {layer: len(received[f"{layer}.r"]) for layer in self.factors}
 
     def own(self, private: State, layer: str) -> State:
-        """A layer's own entries by kind, out of a client's private ones."""
+        """Return a layer's own entries by kind from a client's private entries."""
         return {kind: private[f"{layer}.{kind}"] for kind in self.kinds}
 
     def is_private(self, name: str) -> bool:
-        """Masks stay with the client."""
+        """Whether an entry is a mask."""
         return name.endswith(".mask") and name.removesuffix(".mask") in self.factors
 
     # client: local training
 
     def enter(self, received: State, me: Me) -> State:
-        """The received dictionary and the client's own entries; for factors it never saw, the initial ones."""
+        """Return the received dictionary and the client's own entries; initial ones for new factors."""
         state = super().enter(received, replace(me, private=without(RECEIVED, me.private)))
         for name, value in self.own_start(self.counts(received)).items():
             state[name] = widened(state[name], value) if name in state else value
         return state
 
     def client_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
-        """The loss under the selection of this step, and the selection's penalty."""
+        """Return the loss under this step's selection plus the selection's penalty."""
         loss, buffers = self.selected_loss(state, batch)
         return loss + self.penalty(state, batch), buffers
 
     def selected_loss(self, state: State, batch: Batch) -> tuple[Tensor, State]:
-        """The loss under the selection of this step."""
+        """Return the loss under this step's selection."""
         masks = self.training_masks(state, batch.noise)
         loss, buffers = super().client_loss({**state, **masks}, batch)
         return loss, {name: value for name, value in buffers.items() if name not in masks}
 
     def descend(self, state: State, batch: Batch, phase: Phase, gradient: Gradient) -> Update:
-        """One SGD step; the penalty, which concerns own entries alone, is left out where they are not trained."""
+        """Take one SGD step; the penalty, which depends on own entries only, is skipped if these are frozen."""
         own = set(self.own_names).intersection(phase.trainable)
         objective = self.client_loss if own else self.selected_loss
         grads, loss, buffers = gradient(lambda s: objective(s, batch), state, phase.trainable)
@@ -178,7 +178,7 @@ class FactorizedModule(FederatedModule, ABC):
         return Update(loss, grads, {**buffers, **steps})
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """The dictionary goes up; own entries stay, with the received dictionary if it is to be used offline."""
+        """Send the dictionary; keep own entries and, with ``cached``, the received dictionary."""
         up, keep = super().leave(state, received, me)
         kept = {name: value for name, value in (keep or {}).items() if not self.is_private(name)}
         kept |= {name: state[name] for name in self.own_names}
@@ -187,7 +187,7 @@ class FactorizedModule(FederatedModule, ABC):
     # client: personal models
 
     def settle(self, received: Sequence[State], mes: Sequence[Me]) -> Sequence[State]:
-        """Clients that never trained fit their own entries, all together; kept until the dictionary changes."""
+        """Fit own entries of clients that never trained, all at once; cached until the dictionary changes."""
         new = [i for i, me in enumerate(mes) if not self.selects(me) and me.stage != SANITY_CHECK]
         if self.never_sampled != "adapt" or not new:
             return super().settle(received, mes)
@@ -206,9 +206,9 @@ class FactorizedModule(FederatedModule, ABC):
         return self.own_names[0] in me.private
 
     def personal(self, received: State, me: Me) -> State:
-        """The dictionary under the client's own selection.
+        """Return the dictionary under the client's own selection.
 
-        Factors that were added after the client last trained are not used, so it computes what it did.
+        Factors added after the client last trained are not used, so its outputs do not change.
         """
         state, counts = super().personal(received, replace(me, private={})), self.counts(received)
         for name, value in me.private.items():
@@ -219,16 +219,16 @@ class FactorizedModule(FederatedModule, ABC):
         return {**state, **masks}
 
     def adapt(self, federation: Federation, client: int, epochs: int | None = None) -> State:
-        """Fit a new client's own entries to its training data, with the dictionary frozen; nothing leaves the client.
+        """Fit a new client's own entries to its training data, with a frozen dictionary; nothing leaves the client.
 
-        Works on a method that :meth:`load_from_checkpoint` returned as on one that has just been trained. Nothing is
-        stored: pass the result to :meth:`personalise` for the client's model, or as
-        ``method.snapshots[number] = ClientSnapshot(private)`` to let the client take part under a number of its own.
+        Also works on a method returned by :meth:`load_from_checkpoint`. Nothing is stored: pass the result to
+        :meth:`personalise` to get the client's model, or set ``method.snapshots[number] = ClientSnapshot(private)`` to
+        let the client take part under a new number.
 
         Args:
-            federation: data that holds the client, such as ``datamodule.federation``.
-            client: its number in that data.
-            epochs: passes over its data; None takes ``adapt_epochs``.
+            federation: the client's data, such as ``datamodule.federation``.
+            client: the client's number in that data.
+            epochs: number of passes over its data; None takes ``adapt_epochs``.
 
         Returns:
             The client's private entries.
@@ -238,23 +238,23 @@ class FactorizedModule(FederatedModule, ABC):
         return self._fit_own([self.evaluation_down(client)], [data], epochs)[0]
 
     def personalise(self, private: State, client: int = 0) -> State:
-        """The model of a client with these private entries, such as those that :meth:`adapt` returns.
+        """Return the model of a client with these private entries, such as the result of :meth:`adapt`.
 
         Args:
             private: the client's private entries.
-            client: whose stream a sampled selection is drawn from.
+            client: the client whose random stream a sampled selection uses.
         """
         return self.personal(self.evaluation_down(client), Me(client, client, seed=self.seed, private=private))
 
     def _fit_own(self, received: Sequence[State], data: Sequence[LocalData], epochs: int) -> list[State]:
         counts = self.counts(received[0])
-        with torch.inference_mode(False):  # tensors made in it cannot be trained
+        with torch.inference_mode(False):  # inference tensors cannot be trained
             states = [{**self.at_first(), **message, **self.own_start(counts)} for message in received]
         plan = fitting(self, self.own_names, epochs)
         return fit_entries(self, plan if counts == self.factors else _Fewer(plan, counts), data, states)
 
     def masks(self, private: State, client: int, counts: Mapping[str, int]) -> State:
-        """The masks that own entries select, 0 for factors that they do not know."""
+        """Return the masks of own entries; 0 for new factors."""
         masks: State = {}
         for layer, number in counts.items():
             rng = seeding.stream(self.seed, f"evaluation.{layer}", client=client)
@@ -265,24 +265,24 @@ class FactorizedModule(FederatedModule, ABC):
     # adversary
 
     def private_start(self) -> State:
-        """The own entries."""
+        """Return the initial own entries."""
         return self.own_start(self.factors)
 
     def assumptions(self) -> dict[str, State]:
-        """Every factor is used."""
+        """Assume that all factors are used."""
         return {"ones": {f"{name}.mask": torch.ones_like(layer.mask) for name, layer in self.layers.items()}}
 
     def assume(self, state: State, private: State) -> State:
-        """The dictionary of ``state`` under these masks or own entries."""
+        """Return the dictionary of ``state`` under these masks or own entries."""
         known = set(self.own_names) <= private.keys()
         return super().assume(state, private) | (self.masks(private, 0, self.factors) if known else {})
 
     def betrayed(self, received: State, message: State) -> State:
-        """The masks, read off the factors: those that a client uses move, those that it does not use stay.
+        """Infer the masks from the factors: only factors that a client uses change.
 
-        The gradient of a left factor wa_k is b_k r_k times a vector that wb_k enters, and that of a right factor has
-        wa_k in its place. How far both moved, over the strength and the size of the other, is therefore in proportion
-        to b_k, but for the direction of the gradient; factors that moved further than average are taken to be used.
+        The gradient of a left factor wa_k is b_k r_k times a vector that depends on wb_k, and likewise for right
+        factors and wa_k. The change of both, divided by r_k and the norm of the other, is therefore proportional to
+        b_k, up to the direction of the gradient; factors that change more than average are taken as used.
         """
         masks: State = {}
         for layer in self.factors:
@@ -297,7 +297,7 @@ class FactorizedModule(FederatedModule, ABC):
     # server
 
     def evaluation_down(self, client: int) -> State:
-        """The dictionary; factors that were added since it was last trained change nobody's model."""
+        """Return the dictionary without the factors added since it was last trained."""
         state = super().evaluation_down(client)
         if self.known != self.factors:
             for layer, number in self.known.items():
@@ -310,43 +310,43 @@ class FactorizedModule(FederatedModule, ABC):
         return state
 
     def message_down(self, client: int) -> State:
-        """The whole dictionary."""
+        """Return the whole dictionary."""
         state = self.server_state()
         return {name: state[name] for name in self.shared_names if not self.resets(name)}
 
     def aggregate(self, messages: list[Message]) -> State:
-        """The mean dictionary, of which all factors have been trained now."""
+        """Average the dictionaries; all factors count as trained afterwards."""
         self.known = dict(self.factors)
         return super().aggregate(messages)
 
     def server_extras(self) -> dict[str, Any]:
-        """How many factors have been trained."""
+        """Return the numbers of trained factors."""
         return {"known": dict(self.known)}
 
     def load_server_extras(self, extras: dict[str, Any]) -> None:
-        """Bring it back."""
+        """Restore the numbers of trained factors."""
         self.known = dict(extras.get("known", self.factors))
 
     # growth
 
     def grow(self, extra: int | Mapping[str, int]) -> None:
-        """Append factors to the dictionary, for clients to come; call it between two runs.
+        """Append factors to the dictionary for new clients; call it between runs.
 
-        All clients compute what they did until the dictionary is trained again; then those that train, and those that
-        never did, may select new factors too.
+        The clients' models do not change until the dictionary is trained again; then clients that train, or never
+        trained before, may select new factors.
 
         Args:
-            extra: how many, for every factorised layer or by layer.
+            extra: number of new factors, for every factorised layer or by layer.
         """
         if self.is_fitting:
             raise FederationError("The dictionary cannot grow within a run: grow it before fit.")
         if isinstance(self.snapshots, DiskSnapshotStore):
-            raise FederationError("A store on disk has rows of one size, which cannot grow: leave store out.")
+            raise FederationError("A store on disk has rows of fixed size, which cannot grow: leave store out.")
         amounts = dict.fromkeys(self.factors, extra) if isinstance(extra, int) else dict(extra)
         unknown = sorted(amounts.keys() - self.factors.keys())
         if unknown:
             raise FederationError(
-                f"There is no factorised layer {unknown[0]!r}: choose among {', '.join(self.factors)}."
+                f"There is no factorised layer {unknown[0]!r}: choose one of {', '.join(self.factors)}."
             )
         for layer, amount in amounts.items():
             rng = seeding.stream(self.seed, f"factors.{layer}", round=self.factors[layer])
@@ -356,14 +356,14 @@ class FactorizedModule(FederatedModule, ABC):
         self.known = known
 
     def _note_factors(self) -> None:
-        """Keep count, also for ``load_from_checkpoint``."""
+        """Update the numbers of factors, also in the hyperparameters for ``load_from_checkpoint``."""
         self.factors = {name: layer.factors for name, layer in self.layers.items()}
         self.known = dict(self.factors)
         self.hparams["factors"] = dict(self.factors)
 
 
 class _Fewer(Plan):
-    """A plan for a dictionary of fewer factors than the method has, in this process only."""
+    """A plan for a dictionary with fewer factors than the method's, for this process only."""
 
     for_worker = None  # type: ignore[assignment]
 
@@ -372,14 +372,14 @@ class _Fewer(Plan):
         self.counts = counts
 
     def draw_noise(self, rng: np.random.Generator, steps: int) -> State:
-        """The noise for so many factors."""
+        """Draw the noise for these numbers of factors."""
         method: Any = self.method
         found: State = method.noise(rng, steps, self.counts)
         return found
 
 
 def widened(value: Tensor, target: Tensor) -> Tensor:
-    """``target`` with its leading part, in every dimension, replaced by ``value``; at the target's precision."""
+    """Copy ``value`` into the leading part of ``target`` in every dimension, at the target's precision."""
     if value.shape == target.shape:
         return value.to(target)
     whole = target.clone()
@@ -392,5 +392,5 @@ def _generator(rng: np.random.Generator) -> torch.Generator:
 
 
 def _sizes(factors: Tensor) -> Tensor:
-    """The norm of every factor, shape (F,)."""
+    """Return the norm of every factor, shape (F,)."""
     return factors.flatten(1).square().sum(1).sqrt()

@@ -1,7 +1,7 @@
-"""FedDAF's inference on the server: what it knows of the clients, what it infers from it, and the weights that gives.
+"""FedDAF's inference on the server: from the clients' statistics to their weights.
 
-Equation numbers are those of "Federated Learning with Data-Agnostic Distribution Fusion". All of it runs in float64 on
-the host: there is one vector per client, and the result must not depend on the run's precision or device.
+Equation numbers refer to "Federated Learning with Data-Agnostic Distribution Fusion". Everything runs in float64 on the
+CPU: there is only one vector per client, and the result must not depend on the run's precision or device.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fl_lightning.methods.lib.fusion_vae import (
 )
 
 Basis = Literal["aligned", "frozen", "refitted"]
-#: A coordinate whose standard deviation over clients is below this is constant and says nothing.
+#: A coordinate with a standard deviation over clients below this counts as constant.
 CONSTANT = 1e-6
-#: Principal components that the autoencoder sees at most.
+#: Maximum number of principal components passed to the autoencoder.
 DIMENSIONS = 64
 #: Components with a smaller share of the clients are deleted.
 SMALLEST = 0.02
@@ -37,12 +37,12 @@ LEARNING_RATE = 1e-3
 
 @dataclass
 class Projection:
-    """Standardised principal components of the clients' statistics, and the way back.
+    """Standardised principal components of the clients' statistics, and their inverse.
 
     Args:
-        mean: of each coordinate over clients, shape (D,).
-        std: of each coordinate; infinite for constant ones, which so are left out, shape (D,).
-        axes: columns are the components, shape (D, P).
+        mean: mean of each coordinate over clients, shape (D,).
+        std: standard deviation of each coordinate; infinite for constant ones, which removes them, shape (D,).
+        axes: the components as columns, shape (D, P).
     """
 
     mean: Tensor
@@ -53,8 +53,8 @@ class Projection:
     def fit(cls, d: Tensor, old: Projection | None = None, dimensions: int = DIMENSIONS) -> Projection:
         """Fit to the clients' vectors ``d``, shape (K, D).
 
-        A basis fitted anew would turn the coordinates under an encoder that goes on from where it was: with ``old`` the
-        new axes are turned, within the space they span, as near to the old ones as can be (orthogonal Procrustes).
+        A new basis would rotate the inputs of an encoder that continues from the last fit: with ``old``, the new axes
+        are rotated, within their span, as near to the old ones as possible (orthogonal Procrustes).
         """
         mean, std = d.mean(0), d.std(0, correction=0)
         std = torch.where(std < CONSTANT, torch.inf, std)
@@ -68,19 +68,19 @@ class Projection:
         return cls(mean, std, axes @ (u @ vh))
 
     def __call__(self, d: Tensor) -> Tensor:
-        """Coordinates of vectors, shape (n, P)."""
+        """Return the coordinates of vectors, shape (n, P)."""
         return ((d - self.mean) / self.std) @ self.axes
 
     def inverse(self, x: Tensor) -> Tensor:
-        """Vectors, shape (n, D), with these coordinates; constant coordinates are where they were."""
+        """Return vectors with these coordinates, shape (n, D); constant coordinates are restored."""
         return x @ self.axes.T * torch.where(self.std.isinf(), 0.0, self.std) + self.mean
 
 
 def fusion_weights(b: Tensor, c: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """The clients' weights, each component normalised over its clients.
+    """Return the clients' weights, with each component normalised over its clients.
 
-    A_km = n_k b_km c_km, pi = softmax_m of (1/K) sum_k c_km b_km (Eq. 10), a_k = sum_m pi_m A_km / sum_j A_jm. The
-    printed sum of pi_m b_km c_km w_k is not a mean: with one component it is the sum of all models.
+    A_km = n_k b_km c_km, pi = softmax_m of (1/K) sum_k c_km b_km (Eq. 10), a_k = sum_m pi_m A_km / sum_j A_jm. The sum
+    of pi_m b_km c_km w_k, as printed, is not a mean: with one component it is the sum of all models.
 
     Args:
         b: allocation weights, shape (K, M), rows sum to 1.
@@ -92,13 +92,13 @@ def fusion_weights(b: Tensor, c: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """
     amount = size[:, None] * b * c
     total = amount.sum(0)
-    score = torch.where(total > 0, (c * b).mean(0), -torch.inf)  # nobody may be left in a component after a draw
+    score = torch.where(total > 0, (c * b).mean(0), -torch.inf)  # a component may have no clients after a draw
     pi = torch.softmax(score, 0)
     return (amount / torch.where(total > 0, total, 1.0)) @ pi, pi
 
 
 def capped(weights: Tensor, most: float) -> Tensor:
-    """Weights with none above ``most``; what is cut off goes to the others in proportion.
+    """Limit weights to ``most``; distribute the excess to the others in proportion.
 
     Example:
         >>> capped(torch.tensor([0.7, 0.2, 0.1]), 0.5)
@@ -116,15 +116,15 @@ def capped(weights: Tensor, most: float) -> Tensor:
 
 
 class Fusion:
-    """The server's inference: kept between refits, so that each goes on from the last.
+    """The server's inference; each refit continues from the last one.
 
     Args:
-        components: how many there are at first, M_max.
+        components: initial number of components, M_max.
         shared: whether the components' latents are shared by the clients.
         steps: steps of Adam per refit.
-        basis: what a later refit does with the principal axes: turn new ones to the old (``aligned``), keep those of
-            the first refit (``frozen``), or take new ones as they come (``refitted``).
-        adaptive: whether components that hardly anybody belongs to are deleted.
+        basis: principal axes of later refits: new ones rotated to the old (``aligned``), those of the first refit
+            (``frozen``), or new ones (``refitted``).
+        adaptive: whether to delete components with hardly any clients.
     """
 
     def __init__(self, components: int, shared: bool, steps: int, basis: Basis, adaptive: bool = True) -> None:
@@ -137,18 +137,18 @@ class Fusion:
         self.errors = (float("nan"), float("nan"))
 
     def refit(self, d: Tensor, clients: list[int], rngs: Mapping[int, np.random.Generator]) -> Posterior:
-        """Fit to the clients' vectors and return the posterior, after components were deleted.
+        """Fit to the clients' vectors and return the posterior, after deleting components.
 
         Args:
             d: one vector per client, float64, shape (K, D), K at least 2.
-            clients: their numbers.
-            rngs: streams by client, and under -1 the stream of what is not any client's.
+            clients: the clients' numbers.
+            rngs: generators by client, and a common one under -1.
         """
         self.observed, self.clients = d, torch.tensor(clients)
         if self.projection is None or self.basis != "frozen":
             old = self.projection
             fitted = Projection.fit(d, old if self.basis == "aligned" else None)
-            if old is not None and fitted.axes.shape != old.axes.shape:  # other clients than the encoder is made for
+            if old is not None and fitted.axes.shape != old.axes.shape:  # other clients than in the last fit
                 fitted = Projection.fit(d, old)
             self.projection = fitted
         x = self.projection(d)
@@ -164,7 +164,7 @@ class Fusion:
             return self.vae.posterior(x)
 
     def _fit(self, vae: FusionVAE, x: Tensor, rngs: list[np.random.Generator], rng: np.random.Generator) -> None:
-        """Adam on the bound, all clients in one batch; the KL terms grow in over the first half of the steps."""
+        """Optimise the bound with Adam, all clients in one batch; anneal KL terms over the first half of the steps."""
         noises = self.draw(rngs, rng, self.steps)
         with torch.enable_grad(), torch.inference_mode(False):
             optimizer = torch.optim.Adam(vae.parameters(), lr=LEARNING_RATE)
@@ -174,7 +174,7 @@ class Fusion:
                 optimizer.step()
 
     def draw(self, rngs: list[np.random.Generator], rng: np.random.Generator, steps: int) -> Noise:
-        """Noise of some passes, each tensor of shape (steps, ...); what is a client's comes from its own stream."""
+        """Draw noise for several passes, each tensor of shape (steps, ...); clients' noise from their own streams."""
         assert self.vae is not None
         shape = (steps, self.vae.components)
         parts = [(_normal(r, shape), dist.log_uniform(r, shape), dist.logistic(r, shape)) for r in rngs]
@@ -187,7 +187,7 @@ class Fusion:
 
     @torch.no_grad()
     def error(self, x: Tensor) -> float:
-        """Mean squared error of what the decoder makes of the point estimates, in the projected coordinates."""
+        """Return the mean squared reconstruction error of the point estimates, in projected coordinates."""
         assert self.vae is not None
         q = self.vae.posterior(x)
         b, c = expected_allocation(q)
@@ -205,10 +205,10 @@ class Fusion:
 
     @torch.no_grad()
     def inferred(self, number: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Draws from the inferred distribution: a client by its weight, its b, c and z, and what the decoder says.
+        """Sample from the inferred distribution: a client by its weight, then its b, c and z, and decode.
 
         Returns:
-            Vectors in the original coordinates, shape (number, D), and the position of each one's client among
+            Vectors in the original coordinates, shape (number, D), and the index of each vector's client in
             ``clients``.
         """
         assert self.vae is not None
@@ -223,7 +223,7 @@ class Fusion:
         return self.projection.inverse(self.vae.decode(b, belonging(b, c), z)), rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain dicts of tensors and numbers."""
+        """Return the state as plain dicts of tensors and numbers."""
         state: dict[str, Any] = {"observed": self.observed, "clients": self.clients, "weights": self.weights}
         if self.vae is not None and self.projection is not None:
             state["vae"], state["alpha"] = self.vae.state_dict(), self.vae.alpha
@@ -232,7 +232,7 @@ class Fusion:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state."""
         self.observed, self.clients, self.weights = state["observed"], state["clients"], state["weights"]
         self.vae = self.projection = None
         if "vae" in state:

@@ -1,6 +1,6 @@
-"""The variational autoencoder of FedDAF (section 4.1): how clients are allocated to virtual components.
+"""The variational autoencoder of FedDAF (section 4.1), which allocates clients to virtual components.
 
-Equation numbers are those of "Federated Learning with Data-Agnostic Distribution Fusion".
+Equation numbers refer to "Federated Learning with Data-Agnostic Distribution Fusion".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 
 from fl_lightning import distributions as dist
 
-#: zeta and kappa are kept this far above 0.
+#: Lower bound of zeta and kappa.
 FLOOR = 1e-3
 LATENT, HIDDEN = 16, (128, 64)
 TEMPERATURE = 0.5
@@ -25,15 +25,15 @@ class Posterior(NamedTuple):
     nu: Tensor
     """Mean of the allocation scores, shape (K, M)."""
     log_s: Tensor
-    """Logarithm of their standard deviation, shape (K, M)."""
+    """Log standard deviation of the allocation scores, shape (K, M)."""
     zeta: Tensor
-    """First shape of Kumaraswamy, shape (K, M)."""
+    """First shape parameter of Kumaraswamy, shape (K, M)."""
     kappa: Tensor
-    """Second shape, shape (K, M)."""
+    """Second shape parameter, shape (K, M)."""
     z_mean: Tensor
     """Mean of the components' latents, shape (M, L) if the clients share them, else (K, M, L)."""
     z_log_s: Tensor
-    """Logarithm of their standard deviation, same shape."""
+    """Log standard deviation of the latents, same shape."""
 
 
 class Noise(NamedTuple):
@@ -45,7 +45,7 @@ class Noise(NamedTuple):
     latent: Tensor
 
     def at(self, step: int) -> Noise:
-        """The noise of one of several passes."""
+        """Return the noise of one of several passes."""
         return Noise(*(part[step] for part in self))
 
 
@@ -53,12 +53,12 @@ class FusionVAE(nn.Module):
     """Encoder with Gaussian, Kumaraswamy and latent heads, and decoder (section 4.1).
 
     Args:
-        inputs: numbers that describe a client.
+        inputs: number of features of a client.
         components: number of virtual components, M.
-        shared: latents z_m belong to the component, as the paper's subscript says; else the encoder gives every client
-            latents z_km of its own.
-        alpha: the prior of lambda is Beta(alpha, 1), at which its posterior starts.
-        generator: draws the initial weights.
+        shared: one latent z_m per component, as the paper's subscript suggests; otherwise every client has its own
+            latents z_km.
+        alpha: parameter of the prior of lambda, Beta(alpha, 1), from which the posterior starts.
+        generator: generator for the initial weights.
     """
 
     def __init__(self, inputs: int, components: int, shared: bool, alpha: float, generator: torch.Generator) -> None:
@@ -79,7 +79,7 @@ class FusionVAE(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """PyTorch's own scale, drawn from a stream; lambda starts at its prior, shared latents apart."""
+        """Initialise with PyTorch's scales; lambda starts at its prior, shared latents at different values."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 bound = max(module.in_features, 1) ** -0.5
@@ -97,7 +97,7 @@ class FusionVAE(nn.Module):
         return int(self.heads["nu"].out_features)  # type: ignore[arg-type]
 
     def posterior(self, d: Tensor) -> Posterior:
-        """The encoder's six outputs for clients described by ``d``, shape (K, inputs)."""
+        """Return the encoder's six outputs for the clients' features ``d``, shape (K, inputs)."""
         h = self.encoder(d)
         nu, log_s, zeta, kappa = (self.heads[name](h) for name in ("nu", "log_s", "zeta", "kappa"))
         if self.shared:
@@ -107,20 +107,20 @@ class FusionVAE(nn.Module):
         return Posterior(nu, log_s, softplus(zeta) + FLOOR, softplus(kappa) + FLOOR, *latents)
 
     def decode(self, b: Tensor, c: Tensor, z: Tensor) -> Tensor:
-        """The decoder at z_k = sum_m b_km c_km z_m."""
+        """Decode z_k = sum_m b_km c_km z_m."""
         mixed: Tensor = torch.einsum("km,ml->kl" if z.dim() == 2 else "km,kml->kl", b * c, z)
         decoded: Tensor = self.decoder(mixed)
         return decoded
 
     def sample(self, posterior: Posterior, noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
-        """One differentiable draw of b (softmax of Gaussians), c (relaxed, Eq. 6-9) and z."""
+        """Draw b (softmax of Gaussians), c (relaxed, Eq. 6-9) and z differentiably."""
         b = torch.softmax(posterior.nu + posterior.log_s.exp() * noise.score, -1)
         sticks = dist.log_sticks(dist.log_kumaraswamy(posterior.zeta, posterior.kappa, noise.log_u))
         c = dist.relaxed_bernoulli(dist.log_odds(sticks), noise.logistic, TEMPERATURE)
         return b, c, posterior.z_mean + posterior.z_log_s.exp() * noise.latent
 
     def loss(self, d: Tensor, noise: Noise, beta: float) -> Tensor:
-        """The negative bound (13) per client, its KL terms weighted by ``beta``."""
+        """Return the negative bound (13) per client, with KL terms weighted by ``beta``."""
         q = self.posterior(d)
         error = 0.5 * (d - self.decode(*self.sample(q, noise))).pow(2).sum(-1).mean()
         own = dist.kl_normal(q.nu, q.log_s) + dist.kl_kumaraswamy_beta(q.zeta, q.kappa, self.alpha)
@@ -129,7 +129,7 @@ class FusionVAE(nn.Module):
 
     @torch.no_grad()
     def keep(self, kept: Tensor) -> None:
-        """Delete the components that ``kept``, boolean of shape (M,), leaves out."""
+        """Delete all components but ``kept``, boolean of shape (M,)."""
         for name, head in self.heads.items():
             assert isinstance(head, nn.Linear)
             rows = kept.repeat_interleave(LATENT) if name.startswith("z_") else kept
@@ -140,17 +140,17 @@ class FusionVAE(nn.Module):
 
 
 def expected_allocation(q: Posterior) -> tuple[Tensor, Tensor]:
-    """Point estimates without noise: softmax of nu, and E[rho_km], the product over j <= m of E[lambda_kj]."""
+    """Return point estimates without noise: softmax of nu and E[rho_km], the product over j <= m of E[lambda_kj]."""
     return torch.softmax(q.nu, -1), dist.kumaraswamy_moment(q.zeta, q.kappa).cumprod(-1)
 
 
 def sampled_allocation(q: Posterior, noise: Noise) -> tuple[Tensor, Tensor]:
-    """One draw of b and of the zero-one c, Eq. (8) and (9)."""
+    """Draw b and the binary c, Eq. (8) and (9)."""
     b = torch.softmax(q.nu + q.log_s.exp() * noise.score, -1)
     sticks = dist.log_sticks(dist.log_kumaraswamy(q.zeta, q.kappa, noise.log_u))
     return b, (dist.log_odds(sticks) + noise.logistic > 0).double()
 
 
 def belonging(b: Tensor, c: Tensor) -> Tensor:
-    """``c`` with every client certain to belong to the component it has most to do with."""
+    """Return ``c`` with membership 1 for every client's main component."""
     return c.scatter(-1, b.argmax(-1, keepdim=True), 1.0)

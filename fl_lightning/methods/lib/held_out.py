@@ -1,4 +1,4 @@
-"""Choosing an option of a method on samples that are held out of clients' training data."""
+"""Selection of a method's option on held-out training samples."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fl_lightning.quiet import quiet_trainer
 def best_on_held_out(
     method: FederatedModule, option: str, values: Sequence[Any], rounds: int, share: float = 0.1
 ) -> int:
-    """Run a method with every value of an option for a few rounds and see which does best on held-out samples.
+    """Run a method with every value of an option for a few rounds and return the best on held-out samples.
 
-    Trials start from the method's present weights and have its seed, and leave both as they are. Each client is scored
-    on samples of its own that no trial trains on: those that the data holds out for validation, else a part of its
-    training samples. Test samples are not looked at.
+    Trials start from the method's current weights and seed, and change neither. Each client is scored on its own
+    samples that no trial trains on: its validation samples, else a fraction of its training samples. Test samples are
+    not used.
 
     Args:
         method: the method, attached to a Trainer.
         option: name of a constructor argument.
-        values: what to try.
-        rounds: rounds of each trial.
-        share: part of every client's training samples to hold out if the data holds out none.
+        values: candidate values.
+        rounds: number of rounds of each trial.
+        share: fraction of every client's training samples to hold out if the data has no validation samples.
 
     Returns:
-        The position of the value with the best mean accuracy over clients; the first of equal ones.
+        The index of the value with the best mean accuracy over clients; the first one among equals.
     """
     scores = []
     for value in values:
@@ -53,7 +53,7 @@ def best_on_held_out(
 
 
 def held_out(federation: Federation, share: float, seed: int) -> Federation:
-    """The federation with a part of every client's training samples moved to ``val``, at least one and never all."""
+    """Move a fraction of every client's training samples to ``val``, at least one and never all."""
     if federation.val is not None:
         return federation
     train, val = [], []
@@ -68,8 +68,8 @@ def held_out(federation: Federation, share: float, seed: int) -> Federation:
 
 
 def _again(method: FederatedModule, changes: dict[str, Any]) -> FederatedModule:
-    """The method as it was made, with some arguments changed and a copy of its net."""
-    made = {name: value for name, value in method.hparams.items() if not name.startswith("_")}  # the CLI's notes
+    """Rebuild the method with some arguments changed and a copy of its net."""
+    made = {name: value for name, value in method.hparams.items() if not name.startswith("_")}  # entries of the CLI
     made |= {
         "net": copy.deepcopy(method.net),
         "server_optimizer": method.server_optimizer,
@@ -80,7 +80,7 @@ def _again(method: FederatedModule, changes: dict[str, Any]) -> FederatedModule:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what Lightning says of every Trainer; warnings are still shown."""
+    """Silence Lightning's info messages; keep warnings."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(max(level, logging.WARNING))
@@ -91,7 +91,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _trainer(method: FederatedModule, rounds: int) -> Trainer:
-    """A silent Trainer on the method's device; clients are scored after the last round alone."""
+    """Build a silent Trainer on the method's device that validates after the last round only."""
     outer, device = method.trainer, method.device
     return quiet_trainer(
         max_epochs=rounds,

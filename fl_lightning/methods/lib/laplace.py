@@ -1,8 +1,8 @@
-"""Diagonal Laplace approximation: how certain a trained net is of each of its weights.
+"""Diagonal Laplace approximation of the posterior of a trained net's weights.
 
-At a minimum the posterior of the weights is approximated by a Gaussian whose precision is the curvature of the
-negative log posterior. Of it only the diagonal is taken: with n samples, mean curvature h of their losses and a prior
-of precision delta, the variance of a weight is 1 / (n h + delta).
+At a minimum, the posterior of the weights is approximated by a Gaussian whose precision is the diagonal of the
+curvature of the negative log posterior: with n samples, mean curvature h of their losses and a prior of precision
+delta, the variance of a weight is 1 / (n h + delta).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fl_lightning.parties import LocalData, together
 from fl_lightning.wire import State
 
 CurvatureKind = Literal["fisher", "ggn", "hessian"]
-#: ``loss(outputs, targets)`` of a batch, a mean over its samples.
+#: ``loss(outputs, targets)``: mean loss of a batch.
 Loss = Callable[[Tensor, Tensor], Tensor]
-#: ``labels(outputs, uniform)`` draws labels from what the net predicts; shapes (B, C), (B,) and (B,).
+#: ``labels(outputs, uniform)``: labels drawn from the net's predictions; shapes (B, C), (B,) and (B,).
 Labels = Callable[[Tensor, Tensor], Tensor]
 
 
 def categorical(outputs: Tensor, uniform: Tensor) -> Tensor:
-    """Classes drawn from the softmax of logits, by inversion, shape (B,)."""
+    """Draw classes from the softmax of logits, by inversion, shape (B,)."""
     cumulative = outputs.softmax(-1).cumsum(-1)
     return (cumulative[..., :-1] <= uniform[..., None]).sum(-1)
 
@@ -41,38 +41,38 @@ def check_curvature(net: nn.Module, kind: str) -> None:
     """Refuse drawn labels for a net that brings its own loss, and second derivatives that PyTorch does not have."""
     if kind == "ggn" and isinstance(net, LossNet):
         raise FederationError(
-            "curvature='ggn' draws labels from the net's scores, which a net's own loss does not say how to do: use "
+            "curvature='ggn' draws labels from the net's scores, which is impossible for a net with its own loss: use "
             "fisher or hessian."
         )
     recurrent = [name for name, layer in net.named_modules() if isinstance(layer, nn.RNNBase)]
     if kind == "hessian" and recurrent:
         raise FederationError(
-            f"curvature='hessian' differentiates twice, which PyTorch cannot do for many samples of a recurrent layer "
+            f"curvature='hessian' differentiates twice, which PyTorch cannot do per sample for a recurrent layer "
             f"({recurrent[0]}): use fisher or ggn."
         )
 
 
 class DiagonalCurvature(NamedArguments):
-    """Diagonal of the curvature of a net's loss in its weights, summed over samples, of a stack of models at once.
+    """Diagonal of the curvature of a net's loss with respect to its weights, summed over samples, for stacked models.
 
-    The net is in eval mode, so that samples do not see each other. Three kinds are known:
+    The net is in eval mode, so that samples are independent. There are three kinds:
 
     - ``fisher``, the empirical Fisher: squares of every sample's own gradient;
-    - ``ggn``, the generalised Gauss-Newton matrix (the Fisher matrix proper): as before, at labels that are drawn from
-      what the net predicts;
+    - ``ggn``, the generalised Gauss-Newton matrix (the true Fisher matrix): the same, at labels drawn from the net's
+      predictions;
     - ``hessian``: Hutchinson's estimate z * Hz with random signs z. It may be negative.
 
-    Squares of a minibatch's mean gradient would be none of these: samples' own gradients are needed, and those of a
-    hundred samples take as much memory as a hundred nets. A fully connected layer needs them not: the gradient of a
-    sample is the outer product of output gradient g and input a, and sum_n (g_n a_n^T)^2 = (g^2)^T (a^2), one matrix
-    product. For all other parameters per-sample gradients are made by ``torch.func``, of one chunk at a time.
+    Squares of a minibatch's mean gradient would not do: per-sample gradients are needed, and those of a hundred samples
+    take as much memory as a hundred nets. A fully connected layer does not need them: the gradient of a sample is the
+    outer product of output gradient g and input a, and sum_n (g_n a_n^T)^2 = (g^2)^T (a^2), one matrix product. For all
+    other parameters, per-sample gradients are computed by ``torch.func``, one chunk at a time.
 
     Args:
         net: the network; copied.
-        names: the parameters; None means all that are trainable.
-        loss: mean loss of a batch; a net that brings its own (:class:`~fl_lightning.nets.LossNet`) is asked for that.
-        kind: which curvature.
-        labels: how ``ggn`` draws labels.
+        names: the parameters; None means all trainable ones.
+        loss: mean loss of a batch; ignored for a net with its own loss (:class:`~fl_lightning.nets.LossNet`).
+        kind: the kind of curvature.
+        labels: function that draws labels for ``ggn``.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class DiagonalCurvature(NamedArguments):
         check_curvature(net, kind)
         self.net, self.loss, self.kind, self.labels = FunctionalNet(net), loss, kind, labels
         self.names = [name for name, p in net.named_parameters() if p.requires_grad] if names is None else list(names)
-        # While the net runs: what goes in and out of fully connected layers, and zeros that are added to what goes out.
+        # During a forward pass: inputs and outputs of fully connected layers, and zeros added to the outputs.
         self._seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._zeros: State = {}
         for layer in _linear_layers(self.net.skeleton, self.names):
             self.net.skeleton.get_submodule(layer).register_forward_hook(self._tap(layer))
 
     def __call__(self, states: State, x: Tensor, y: Tensor, weight: Tensor, noise: Tensor | None = None) -> State:
-        """The sum over samples, for every model of a stack.
+        """Return the sum over samples, for every stacked model.
 
         Args:
             states: all entries of the nets, each of shape (K, ...).
             x: inputs, shape (K, B, ...).
             y: targets, shape (K, B, ...).
-            weight: 1 for a sample that counts, 0 for one that is only there to fill up, shape (K, B).
-            noise: for ``ggn`` uniform numbers, shape (K, B); for ``hessian`` signs, shape (K, parameters).
+            weight: 1 for samples, 0 for padding, shape (K, B).
+            noise: uniform numbers for ``ggn``, shape (K, B); signs for ``hessian``, shape (K, parameters).
 
         Returns:
             The curvature of every parameter, shape (K, ...).
@@ -126,7 +126,7 @@ class DiagonalCurvature(NamedArguments):
 
         samples = torch.vmap(gradient, in_dims=(None, None, 0, 0, 0, 0))
         (own, outputs), inputs = torch.vmap(samples, in_dims=(0, None, 0, 0, 0, 0))(states, taps, x, y, weight, noise)
-        # Not in place: of what does not reach the loss the gradient is a single 0, expanded.
+        # Not in place: the gradient of unused parameters is a single 0, expanded.
         found = {name: g.square().sum(1) for name, g in own.items()}
         for layer, g in outputs.items():
             squares = g.square()
@@ -151,7 +151,7 @@ class DiagonalCurvature(NamedArguments):
     def _loss(
         self, state: State, x: Tensor, y: Tensor, zeros: State, uniform: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """The loss of a sample, at a label drawn by a uniform number if there is one; the inputs of tapped layers."""
+        """Return the loss of a sample, at a drawn label for ``ggn``, and the inputs of tapped layers."""
         output, inputs = self._run(state, self._asked(x[None], y[None]), zeros)
         if isinstance(self.net.skeleton, LossNet):
             return output, inputs
@@ -159,11 +159,11 @@ class DiagonalCurvature(NamedArguments):
         return self.loss(output, target), inputs
 
     def _asked(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Arguments of the net: inputs, or a pair for a net that brings its own loss."""
+        """Return the net's arguments: inputs, or inputs and targets for a net with its own loss."""
         return (x, y) if isinstance(self.net.skeleton, LossNet) else x
 
     def _run(self, state: State, x: Tensor | tuple[Tensor, Tensor], zeros: State) -> tuple[Tensor, State]:
-        """The net's output, with zeros added to the outputs of some layers, and the inputs of these layers."""
+        """Run the net with zeros added to the outputs of tapped layers; also return the inputs of these layers."""
         self._zeros, self._seen = zeros, {}
         try:
             output, _ = self.net(state, x, {}, training=False)
@@ -179,7 +179,7 @@ class DiagonalCurvature(NamedArguments):
         return hook
 
     def _taps(self, states: State, x: Tensor, y: Tensor) -> State:
-        """Zeros for the outputs of fully connected layers that the net uses once, on one vector for each sample."""
+        """Return zeros for the outputs of fully connected layers that are used once, on one vector per sample."""
         self._seen = {}
         with torch.no_grad():
             state = {name: value[0] for name, value in states.items()}
@@ -204,22 +204,22 @@ def client_curvature(
     chunk: int = 128,
     draws: int = 1,
 ) -> list[State]:
-    """Mean curvature of every client's model over its own training samples, all clients together.
+    """Compute the mean curvature of every client's model over its own training samples, for all clients at once.
 
     Args:
-        diagonal: what to compute.
-        data: the clients' samples, which are not augmented.
+        diagonal: the curvature.
+        data: the clients' samples, not augmented.
         states: the clients' models.
-        rngs: the clients' streams, from which samples and noise are drawn.
+        rngs: the clients' generators, for samples and noise.
         dtype: the nets' precision.
-        samples: how many samples of a client are used at most, drawn without replacement.
-        chunk: how many samples, over all clients, are differentiated at once; it bounds the memory.
-        draws: how often labels or signs are drawn for each sample.
+        samples: maximum number of samples of a client, drawn without replacement.
+        chunk: number of samples, over all clients, differentiated at once; bounds the memory.
+        draws: number of draws of labels or signs for each sample.
 
     Returns:
         The mean curvature of every client by parameter.
     """
-    # A chunk is filled with samples of as few clients as will do: convolutions with a weight per client are slower.
+    # Fill a chunk with samples of as few clients as possible: convolutions with a weight per client are slower.
     longest = min(samples, max(len(own) for own in data))
     width = max(1, chunk // longest)
     found: list[State] = []
@@ -239,7 +239,7 @@ def client_curvature(
                 part = slice(first, first + step)
                 x, y = federation.gather(rows, index[:, part], dtype)
                 own = noise[:, part] if diagonal.kind == "ggn" and noise is not None else noise
-                with torch.autocast(x.device.type, enabled=False):  # squares of gradients need the nets' own precision
+                with torch.autocast(x.device.type, enabled=False):  # squared gradients need the nets' full precision
                     added = diagonal(stacked, x, y, counts[:, part], own)
                 for name, value in added.items():
                     total[name].add_(value)
@@ -248,7 +248,7 @@ def client_curvature(
 
 
 def posterior_variance(curvature: State, samples: int, prior_precision: float) -> State:
-    """Variance 1 / (n h + delta) of every weight; estimates of the curvature below 0 count as 0.
+    """Return the variance 1 / (n h + delta) of every weight; negative curvature estimates count as 0.
 
     Args:
         curvature: mean curvature h of the loss of a sample.
@@ -266,7 +266,7 @@ def _choose(index: Tensor, rng: np.random.Generator, samples: int) -> Tensor:
 def _noise(
     diagonal: DiagonalCurvature, stacked: State, rngs: Sequence[np.random.Generator], sizes: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Noise for one draw, one row per client, each from the client's own stream."""
+    """Draw noise once, one row per client, from the client's own stream."""
     if diagonal.kind == "fisher":
         return None
     if diagonal.kind == "ggn":
@@ -278,7 +278,7 @@ def _noise(
 
 
 def _linear_layers(net: nn.Module, names: Sequence[str]) -> list[str]:
-    """Plain fully connected layers whose parameters are all asked for and belong to no other layer."""
+    """Return plain fully connected layers whose parameters are all in ``names`` and not shared with other layers."""
     owners = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
     found = []
     for path, module in net.named_modules():

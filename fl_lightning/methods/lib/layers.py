@@ -1,4 +1,4 @@
-"""Layers of a net by name: the one mechanism of methods that divide a net into a shared and a private part."""
+"""Layers of a net by name, for methods that divide a net into shared and private layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fl_lightning.errors import FederationError
 
 
 def last_linear(net: nn.Module) -> str:
-    """Name of the net's last fully connected layer.
+    """Return the name of the net's last fully connected layer.
 
     Example:
         >>> from fl_lightning.nets import MLP
@@ -20,12 +20,12 @@ def last_linear(net: nn.Module) -> str:
     """
     names: list[str] = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     if not names:
-        raise FederationError(f"{type(net).__name__} has no fully connected layer: say which layers are meant.")
+        raise FederationError(f"{type(net).__name__} has no fully connected layer: name the layers.")
     return names[-1]
 
 
 def entries_of(net: nn.Module, layers: Sequence[str] | None) -> frozenset[str]:
-    """All entries (parameters and buffers) that lie in the named layers.
+    """Return all entries (parameters and buffers) of the named layers.
 
     Args:
         net: the network.
@@ -52,6 +52,6 @@ def entries_of(net: nn.Module, layers: Sequence[str] | None) -> frozenset[str]:
 
 
 def _layers(names: Collection[str], limit: int = 40) -> list[str]:
-    """Names of the layers that own the entries, in order; those beyond the limit are not named."""
+    """Return names of the layers of entries, in order, up to a limit."""
     owners = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
     return owners[:limit] + (["and others"] if len(owners) > limit else [])

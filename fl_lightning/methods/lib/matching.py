@@ -1,4 +1,4 @@
-"""Which hidden unit of one client is which of another: matching under a Beta-Bernoulli process prior (BBP-MAP).
+"""Matching of the clients' hidden units under a Beta-Bernoulli process prior (BBP-MAP).
 
 Wang et al. (2020), "Federated Learning with Matched Averaging", after Yurochkin et al. (2019).
 """
@@ -14,19 +14,19 @@ from scipy.optimize import linear_sum_assignment
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
-#: How far the number of clients that share an atom is kept from none and from all.
+#: Minimum distance of an atom's number of clients from zero and from all.
 EDGE = 1e-3
 
 
 @dataclass(frozen=True)
 class Matching:
-    """The prior of the atoms and how long to search.
+    """Prior of the atoms and length of the search.
 
     Args:
         sigma: standard deviation of a client's unit around its atom.
         sigma0: standard deviation of the atoms around zero.
-        gamma0: how readily new atoms are made.
-        sweeps: how often every client is matched anew; fewer if nothing changes.
+        gamma0: concentration; larger values create new atoms more readily.
+        sweeps: maximum number of rematching passes over the clients; stops early if nothing changes.
     """
 
     sigma: float = 1.0
@@ -40,11 +40,11 @@ class Matching:
         """Match the units of every client to atoms, starting from those of a reference model.
 
         Args:
-            reference: units of the model that was sent out, shape (width, numbers): the first atoms, always kept, so
-                that units keep their places from round to round.
-            clients: units of every client, each of that shape.
-            rng: the order in which clients are added.
-            most: how many atoms there may be; None allows no new ones.
+            reference: units of the server's model, shape (width, numbers): the first atoms, which are always kept, so
+                that the order of units is stable over rounds.
+            clients: units of every client, each of this shape.
+            rng: generator for the order of clients.
+            most: maximum number of atoms; None allows no new ones.
 
         Returns:
             The atom of every unit, by client, and the number of atoms.
@@ -59,7 +59,7 @@ class Matching:
         return search.places, len(search.counts)
 
     def old_score(self, sums: Array, counts: Array, units: Array, parties: int) -> Array:
-        """Gain of giving each unit to each atom, shape (units, atoms).
+        """Return the gain of assigning each unit to each atom, shape (units, atoms).
 
         sum over numbers of (m_i + theta / sigma^2)^2 / (S_i + 1 / sigma^2) - m_i^2 / S_i, plus 2 log(n_i / (J - n_i)),
         for m_i the sum of theta / sigma^2 over the atom's units and S_i = 1 / sigma0^2 + n_i / sigma^2.
@@ -72,7 +72,7 @@ class Matching:
         return score
 
     def new_score(self, units: Array, number: int, parties: int) -> Array:
-        """Gain of giving each unit to the t-th new atom, t = 1 ... number, shape (units, number)."""
+        """Return the gain of assigning each unit to the t-th new atom, t = 1 ... number, shape (units, number)."""
         precision = 1 / self.sigma**2
         gain = ((units * precision) ** 2).sum(1) / (1 / self.sigma0**2 + precision)
         t = np.arange(1, number + 1)
@@ -81,7 +81,7 @@ class Matching:
 
 
 class _Search:
-    """Atoms, as sums of their units, and who is where."""
+    """Atoms, as sums of their units, and the assignment of units."""
 
     def __init__(self, prior: Matching, reference: Array, clients: Sequence[Array], most: int) -> None:
         self.prior, self.clients, self.most, self.kept = prior, clients, most, len(reference)
@@ -91,7 +91,7 @@ class _Search:
         self.places: list[Places] = [np.full(len(units), -1, dtype=np.int64) for units in clients]
 
     def rematch(self, client: int) -> None:
-        """Take a client's units out of their atoms and match them anew."""
+        """Remove a client's units from their atoms and match them again."""
         units = self.clients[client]
         if self.places[client][0] >= 0:
             self._take_out(client)
@@ -100,14 +100,14 @@ class _Search:
         if room > 0:
             score = np.concatenate([score, self.prior.new_score(units, room, self.parties)], 1)
         rows, places = linear_sum_assignment(score, maximize=True)
-        # Any order of the new atoms scores the same: they are numbered as the units that take them, without gaps.
+        # The order of new atoms does not matter: number them in the order of their units, without gaps.
         new = places >= len(self.counts)
         fresh = int(new.sum())
         places[new] = len(self.counts) + np.arange(fresh)
         self.sums = np.pad(self.sums, ((0, fresh), (0, 0)))
         self.counts = np.pad(self.counts, (0, fresh))
         self.places[client][rows] = places
-        self.sums[places] += units[rows] / self.prior.sigma**2  # each place is taken once
+        self.sums[places] += units[rows] / self.prior.sigma**2  # indices are distinct
         self.counts[places] += 1
 
     def _take_out(self, client: int) -> None:

@@ -1,7 +1,7 @@
-"""Statistics of the data in the normalisation layers of a model: mu, sigma, beta, gamma by layer and channel.
+"""Statistics of normalisation layers: mu, sigma, beta, gamma by layer and channel.
 
-BatchNorm keeps mu and sigma in its buffers, so they travel inside a model. GroupNorm, LayerNorm and features without
-any normalisation have none: they are measured by a pass over samples, which only who owns the samples can make.
+BatchNorm keeps mu and sigma in its buffers, so they are part of a model. GroupNorm, LayerNorm and features without
+normalisation have none: the owner of the samples measures them in a pass over the samples.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from fl_lightning.model import NamedModel
 from fl_lightning.nets.norms import RECURRENT, norm_layers
 from fl_lightning.wire import State
 
-#: Statistics of a channel: mean and standard deviation of what comes in, then the shift and scale that are applied.
+#: Statistics of a channel: mean and standard deviation of the input, then shift and scale.
 STATISTICS = ("mu", "sigma", "beta", "gamma")
-#: Samples in one forward pass.
+#: Number of samples in one forward pass.
 SAMPLES = 128
 #: Statistics by layer.
 LayerStatistics = dict[str, State]
 
 
 def model_statistics(net: nn.Module, state: State) -> LayerStatistics:
-    """Statistics in a model itself: beta and gamma of every normalisation layer, mu and sigma where buffers hold them.
+    """Return the statistics in a model: beta and gamma of normalisation layers, mu and sigma if stored in buffers.
 
     Args:
         net: the network, for its layers.
         state: the model; at least the entries of normalisation layers.
 
     Returns:
-        By layer and statistic, float64, shape (channels,). Sigma is the root of the running variance with the layer's
-        epsilon, which is what the layer divides by; a variance below 0, as noise may make it, counts as 0. Layers
-        without a scale and shift have neither.
+        By layer and statistic, float64, shape (channels,). Sigma is the square root of the running variance plus
+        epsilon, which the layer divides by; negative variances, due to noise, count as 0. Layers without scale and
+        shift have no beta and gamma.
     """
     found: LayerStatistics = {}
     for name, layer in norm_layers(net).items():
@@ -54,7 +54,7 @@ def model_statistics(net: nn.Module, state: State) -> LayerStatistics:
 
 
 def without_running(net: nn.Module) -> list[str]:
-    """Normalisation layers that keep no running statistics, so that mu and sigma must be measured."""
+    """Return normalisation layers without running statistics, for which mu and sigma must be measured."""
     return [name for name, layer in norm_layers(net).items() if getattr(layer, "running_mean", None) is None]
 
 
@@ -66,14 +66,14 @@ def measured_statistics(
     layers: Sequence[str],
     of: Literal["input", "output"] = "input",
 ) -> LayerStatistics:
-    """Mean and standard deviation per channel of layers' inputs or outputs, by one pass over samples in eval mode.
+    """Measure mean and standard deviation per channel of layers' inputs or outputs, in one pass in eval mode.
 
     Args:
         method: the method, for its net.
-        state: the model, at least all entries of the net.
+        state: the model, with at least all entries of the net.
         batches: the samples' normalised inputs, each of shape (n, ...).
         layers: names of the layers.
-        of: whether what comes into the layers is measured or what comes out of them.
+        of: whether to measure inputs or outputs of the layers.
 
     Returns:
         ``mu`` and ``sigma`` by layer, float64, shape (channels,).
@@ -86,7 +86,7 @@ def measured_statistics(
     for name in layers:
         if name not in sums:
             raise FederationError(
-                f"Features of {name} cannot be measured: {type(method.net).__name__} does not call it."
+                f"Features of {name} cannot be measured: {type(method.net).__name__} does not call this layer."
             )
         count, total, squares = sums[name]
         mean = total / count
@@ -96,7 +96,7 @@ def measured_statistics(
 
 @contextmanager
 def _watched(net: nn.Module, layers: Sequence[str], of: str, sums: dict[str, Tensor]) -> Iterator[None]:
-    """Add up count, sum and sum of squares by channel, shape (3, channels), of whatever passes the layers."""
+    """Accumulate count, sum and sum of squares by channel of the layers' values, shape (3, channels)."""
 
     def note(name: str, layer: nn.Module, value: Any) -> None:
         rows = _by_channel(layer, _values(value).double())
@@ -118,19 +118,19 @@ def _watched(net: nn.Module, layers: Sequence[str], of: str, sums: dict[str, Ten
 
 
 def _values(passed: Any) -> Tensor:
-    """Output of a layer, without padding and without other values that it returns."""
+    """Return the output of a layer without padding and additional return values."""
     if isinstance(passed, PackedSequence):
         return passed.data
     if not isinstance(passed, tuple):
         value: Tensor = passed
         return value
     value, beside = _values(passed[0]), passed[1] if len(passed) > 1 else None
-    # A layer that keeps padding says which places are none.
+    # Layers that keep padding also return a mask.
     return value[beside] if isinstance(beside, Tensor) and beside.dtype == torch.bool else value
 
 
 def _by_channel(layer: nn.Module, value: Tensor) -> Tensor:
-    """Values of shape (n, channels); channels are the last dimensions of LayerNorm, dense and recurrent layers."""
+    """Reshape to (n, channels); channels come last in LayerNorm, dense and recurrent layers."""
     if isinstance(layer, nn.LayerNorm):
         return value.reshape(-1, math.prod(layer.normalized_shape))
     if isinstance(layer, (nn.Linear, *RECURRENT)) or value.dim() == 2:
