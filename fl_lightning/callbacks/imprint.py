@@ -97,11 +97,11 @@ class ImprintCallback(AttackCallback):
         return self.disturb
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start recording; with ``disturb``, check that the run can be attacked."""
+        """Start recording; refuse a net that cannot be crafted before the run begins."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._trap, self._sent, self._answers = None, {}, {}
-            if self.disturb:
+            if federated(pl_module).shared_names:
                 self._made(federated(pl_module))
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
