@@ -57,8 +57,8 @@ def use(name: str) -> None:
             folder, name = str(path.resolve().parent), path.stem
             if folder not in sys.path:  # a saved configuration names the class by file and class
                 sys.path.insert(0, folder)
-        USED.append(name)
         importlib.import_module(name)
+        USED.append(name)
     except Exception as error:  # whatever the user's code does
         where = f" in line {line}" if (line := _line(error, path)) else ""
         reason = " ".join(str(error).split()).rstrip(".")

@@ -162,7 +162,8 @@ def known(base: type, more: tuple[str, ...] = ()) -> list[type[Any]]:
                 found.add(kind)
                 todo.append(kind)
     modules = (*_modules(), *more)
-    public = (kind for kind in found if kind.__module__.startswith(modules) and not kind.__name__.startswith("_"))
+    inside = tuple(f"{name}." for name in modules)
+    public = (k for k in found if f"{k.__module__}.".startswith(inside) and not k.__name__.startswith("_"))
     return sorted(
         (kind for kind in public if not getattr(kind, "__abstractmethods__", None)), key=lambda kind: kind.__name__
     )

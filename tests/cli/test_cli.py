@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from fl_lightning import methods
-from fl_lightning.cli import main
+from fl_lightning.cli import main, parsing
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.compare import experiments_of
 from fl_lightning.cli.lightning import FederatedCLI
@@ -22,6 +22,7 @@ from fl_lightning.cli.runs import find
 from fl_lightning.methods import FedAvg
 from fl_lightning.module import FederatedModule
 from fl_lightning.nets import NETS
+from tests.support import Idle
 from tests.support.commands import CONFIGS, QUICKSTART, QUIET, refused
 
 
@@ -318,6 +319,14 @@ def test_a_model_that_was_never_trained_is_evaluated_with_a_word(
 
 def test_only_methods_are_offered_as_methods() -> None:
     assert set(names(FederatedModule)) == set(methods.__all__)
+
+
+def test_a_module_that_is_used_offers_its_own_classes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not those of modules whose names begin alike."""
+    monkeypatch.setattr(parsing, "USED", ["test"])
+    assert set(names(FederatedModule)) == set(methods.__all__)
+    monkeypatch.setattr(parsing, "USED", ["tests.support"])
+    assert Idle.__name__ in names(FederatedModule)
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
