@@ -158,6 +158,11 @@ def _check_run(module: FederatedModule, trainer: Trainer, saved: dict[str, Any])
     """Require the same seed, data and server optimizer to resume a fit; evaluation may use others."""
     if not _is_fit(trainer):
         return
+    most = trainer.max_epochs
+    if most not in (None, -1) and saved["rounds"] > most:
+        raise FederationError(
+            f"The checkpoint has {saved['rounds']} rounds already: set max_epochs to more than {most}."
+        )
     if saved["seed"] != module.seed:
         raise FederationError(
             f"The checkpoint's run had seed {saved['seed']} and cannot continue with seed {module.seed}: "
