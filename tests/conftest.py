@@ -23,6 +23,18 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_race(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes the stacked engine where it agrees: which is fastest is measured by tests marked `race` alone."""
+    if "race" in request.keywords:
+        return
+    from fl_lightning.engine import auto
+
+    monkeypatch.setattr(auto, "CANDIDATES", ("stacked",))
+    monkeypatch.setattr(auto, "_skip_capture", lambda *_: "")
+    monkeypatch.setattr(auto, "_fastest", lambda agreed, steps: (agreed[-1].engine.name, "not raced"))
+
+
+@pytest.fixture(autouse=True)
 def _no_seed() -> Iterator[None]:
     """A seed that a test sets for everything must not leak into the next."""
     yield

@@ -21,29 +21,7 @@ from fl_lightning.methods import FedAvg, FedPer, FedProx
 from fl_lightning.nets import Asked
 from fl_lightning.parties import LocalData
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
-
-
-class User(LightningModule):
-    """Squared error of the softmax: not what a method would take by itself."""
-
-    def __init__(self, seed: int = 0, optimizer: Any = None) -> None:
-        super().__init__()
-        self.net = mlp(seed)
-        self.optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.3, weight_decay=0.01))
-        self.steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        x, y = batch
-        target = (y[:, None] == torch.arange(CLASSES)).to(x.dtype)  # one_hot cannot be stacked
-        loss = (self(x).softmax(1) - target).square().sum(1).mean()
-        self.log("loss", loss)
-        return {"loss": loss, "more": 1}
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters())
+from tests.support.problems import User
 
 
 def test_a_method_object_is_refused() -> None:

@@ -45,6 +45,7 @@ from fl_lightning.ranges import (
     ranges,
 )
 from tests.support import blobs, fit, mlp, trainer
+from tests.support.problems import User
 
 
 def sentence(call: Callable[[], Any]) -> str:
@@ -151,8 +152,6 @@ def test_plain_annotations_of_a_user_work_as_ever() -> None:
 
 
 def test_a_users_module_is_checked_by_the_method_that_trains_it() -> None:
-    from tests.test_federate import User
-
     assert sentence(lambda: federate(User(), FedProx, mu=-1.0)) == "mu must be 0 or more, not -1.0."
 
 

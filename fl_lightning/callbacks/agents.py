@@ -59,17 +59,17 @@ def local_since(weights: Tensor, agent: int) -> int | None:
 class AgentWeightsCallback(NamedArguments, Callback):
     """Logs every agent's weight and distance by round, for Weight Erosion, WAFFLEAvg and similar methods.
 
-    Under ``agents/``: ``weight/<i>`` and ``distance/<i>`` of client i; ``own_weight``, the weight of the agent of
-    interest itself, which is the share of local training: near 1/N at first, 1 when training is local; and once it is,
-    ``local_since``, the round from which on. With several agents of interest the last two are means over them, and
-    weights are drawn but not logged one by one. Methods without client weights are refused.
+    Logged under ``agents/``: ``weight/<i>`` and ``distance/<i>`` of client i; ``own_weight``, the weight of the agent
+    of interest itself, from about 1/N at first to 1 for local training; and ``local_since``, the round from which
+    training is local. With several agents of interest the last two are means over them, and weights are drawn but not
+    logged individually. Methods without client weights are refused.
 
-    The weights by round (figure 3 of the WAFFLE paper) are a picture in TensorBoard, ``agents/weights``, and at the end
-    of the fit the file ``agent_weights.png`` in the log folder.
+    The figure of weights by round (figure 3 of the WAFFLE paper) is logged to TensorBoard as ``agents/weights`` and
+    saved as ``agent_weights.png`` in the log folder at the end of the fit.
 
     Args:
-        every: rounds between two pictures in TensorBoard; 0 leaves them out, but for the one at the end.
-        folder: where the picture goes at the end; None means the Trainer's log folder.
+        every: rounds between figures in TensorBoard; 0 draws only the last one.
+        folder: folder of the final figure; None means the Trainer's log folder.
     """
 
     def __init__(self, every: CountOrZero = 10, folder: str | None = None) -> None:

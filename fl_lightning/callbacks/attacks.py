@@ -192,7 +192,7 @@ class AttackCallback(Several, FederatedCallback):
         return {**found, "means": list(self.wire.means)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         sent, received = state_dict["sent"], state_dict["received"]
         self._heard = {client: list(zip(received[client], messages, strict=True)) for client, messages in sent.items()}
         self._means, self._left = state_dict.get("means", []), state_dict.get("left", {})

@@ -73,7 +73,7 @@ class FederatedCallback(NamedArguments, Callback):
         """
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """A client is about to train. Called in every process, whichever trains it.
+        """Called before a client trains, in every process, whichever trains it.
 
         Args:
             trainer: the Trainer.
@@ -97,7 +97,7 @@ class FederatedCallback(NamedArguments, Callback):
         """
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """A client's message is sent, as all callbacks' ``on_client_end`` left it.
+        """Called when a client's message is sent, after all callbacks' ``on_client_end``.
 
         For callbacks that read messages without changing them.
 

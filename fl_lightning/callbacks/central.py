@@ -68,7 +68,7 @@ class CentralCallback(NamedArguments, Callback):
         return {"initial": dict(self.initial), "before": self.before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         self.initial, self.before = dict(state_dict["initial"]), int(state_dict["before"])
 
     def out(self, trainer: Trainer) -> Path:

@@ -31,34 +31,34 @@ Samples = tuple[Tensor, Tensor]
 
 
 class ClassifierAttackCallback(Several):
-    """Asks at the end of a fit or a test what a classifier tells of its samples.
+    """Attacks a classifier at the end of a fit or a test.
 
-    Membership: ``loss``, and with shadows ``lira``, ``lira_online``, ``rmia`` and ``rmia_online``. Shadows are modules
-    of the adversary's own, each trained by a stock Trainer on a random half of the samples in question, so that every
-    sample is in half of them. Gradient leakage: one non-member out of the gradient that the module would send for it.
-    Model inversion, if it is asked for: an image of every class, compared with the mean of its members; ``same`` is the
-    share that an unlike model, the first shadow, gives their class. Property inference, if it is asked for: whether the
-    training data has a property, by what shadows trained on non-members with and without it answer; ``answer`` is 1 for
-    yes, and ``shadow_auroc`` how far shadows can be told apart that were not learnt from.
+    Membership: ``loss``, and with shadows ``lira``, ``lira_online``, ``rmia`` and ``rmia_online``. Shadows are the
+    adversary's own modules, each trained by a stock Trainer on a random half of the attacked samples, so that every
+    sample is in half of them. Gradient leakage: reconstruction of one non-member from its gradient. Model inversion
+    (optional): an image of every class, compared with the mean of its members; ``same`` is the share that another
+    model, the first shadow, assigns to their class. Property inference (optional): whether the training data has a
+    property, inferred from shadows trained on non-members with and without it; ``answer`` is 1 for yes, and
+    ``shadow_auroc`` is the AUROC on shadows that were not used for training.
 
-    Scores are in :attr:`scores`, under ``attack/...`` in the loggers and in ``attack_classifier.json``; ROC curves and
-    the reconstruction are pictures. The fit is not changed.
+    Scores are stored in :attr:`scores`, logged under ``attack/...`` and written to ``attack_classifier.json``; ROC
+    curves and the reconstruction are figures. The fit is not changed.
 
     Args:
         members: inputs and labels that the module was trained on, x of shape (n, ...), y of shape (n,).
-        nonmembers: as many others of the same distribution.
-        make: makes a new module as the attacked one was before its fit, for shadows; None leaves them out.
-        shadows: number of shadows, an even one.
-        epochs: of each.
-        batch_size: of each.
+        nonmembers: the same number of other samples of the same distribution.
+        make: builds a new module like the attacked one before its fit, for shadows; None leaves shadows out.
+        shadows: number of shadows; must be even.
+        epochs: number of epochs of each shadow.
+        batch_size: batch size of each shadow.
         low: the smallest value of an input, for leakage.
-        high: the largest.
-        matching: the search for a sample whose gradient is the one seen; None leaves leakage out.
-        inversion: how classes are reconstructed; None leaves it out.
-        holds: a property of the labels that a module was trained on; None leaves it out. Needs ``make``.
-        property_size: samples of each shadow of property inference, ``shadows`` with the property and as many without.
-        seed: of the shadows' halves and batches.
-        folder: where files are written; None means the Trainer's log folder.
+        high: the largest value of an input.
+        matching: options of gradient matching; None leaves leakage out.
+        inversion: options of model inversion; None leaves it out.
+        holds: property of a module's training labels; None leaves property inference out. Needs ``make``.
+        property_size: number of samples of each of the ``shadows`` with and the ``shadows`` without the property.
+        seed: seed of the shadows' halves and batches.
+        folder: output folder; None means the Trainer's log folder.
     """
 
     def __init__(

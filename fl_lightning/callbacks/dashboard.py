@@ -247,7 +247,7 @@ class Dashboard(NamedArguments, Callback):
         return {"clients": self.history.state_dict(), "sketches": dict(self.sketches)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         self.history.load_state_dict(state_dict["clients"])
         self.sketches = dict(state_dict["sketches"])
 

@@ -36,13 +36,13 @@ COUNT_NOISE = 1 / 20
 
 
 class Round(NamedTuple):
-    """The part of a round that has to be accounted for."""
+    """Participation in a round, for the accountant."""
 
     kind: Kind
     rate: float
-    """The probability with which a client took part; 1 where the cohort is known."""
+    """Participation probability of a client; 1 if the cohort is known."""
     clients: list[int]
-    """Who took part, as often as it sent."""
+    """Clients that took part, repeated for each message."""
 
 
 #: Rounds by number.
@@ -50,41 +50,41 @@ Rounds = dict[int, Round]
 
 
 class DifferentialPrivacyCallback(FederatedCallback):
-    """Bounds every client's update and adds Gaussian noise; logs what that amounts to, ``privacy/epsilon``, by round.
+    """Clips every client's update, adds Gaussian noise, and logs ``privacy/epsilon`` after every round.
 
-    ``central``: a trusted server clips the updates and noises their mean (DP-FedAvg, McMahan et al., 2018). Its model
-    hides whether a client's update is in the mean or nothing (0) in its place, weights being public; whoever reads the
-    wire sees updates as they were.
+    ``central``: a trusted server clips the updates and adds noise to their mean (DP-FedAvg, McMahan et al., 2018). The
+    model hides whether a client's update is in the mean or replaced by 0, for public weights; an eavesdropper sees the
+    original updates.
 
-    ``local``: every client clips and noises its own message before it leaves. Whatever data a client has, its messages
-    look alike; two updates differ by up to twice the bound, so the same noise is worth half. Epsilon is that of the
-    client that took part most often.
+    ``local``: every client clips its message and adds noise before sending it, which hides which data a client has. Two
+    updates differ by up to twice the bound, so the effective noise is halved. Epsilon is that of the client that took
+    part most often.
 
-    Sampling of clients makes epsilon smaller only if nobody can tell who took part: the DataModule needs
-    ``secret_cohorts``, the method ``weighting="uniform"``, and the noise is central. The mean is then taken over the
-    expected cohort. ``sampling="poisson"`` is accounted for exactly, cohorts of a fixed size by a bound that is much
-    larger. In all other cases every client is accounted for the rounds in which it took part.
+    Sampling of clients reduces epsilon only if participation is secret: the DataModule needs ``secret_cohorts``, the
+    method ``weighting="uniform"``, and the noise must be central. The mean is then taken over the expected cohort.
+    ``sampling="poisson"`` is accounted for exactly, cohorts of a fixed size by a much looser bound. In all other cases
+    every client is accounted for the rounds in which it took part.
 
-    The update is the message less what the client received; all that crosses is bounded and noised together: weights,
-    running statistics, control variates, losses. Integer entries are left as they are.
+    The update is the difference of the sent and the received message; all entries are clipped together: weights,
+    running statistics, control variates, losses. Integer entries are not changed.
 
-    Noise comes from the operating system, so that a resumed or repeated run has other noise. With
-    ``reproducible_noise`` it follows from the seed, and whoever knows the seed, 0 by default, can take it off again:
-    for experiments only, and ``privacy/noise_reproducible`` is logged with every epsilon.
+    Noise comes from the operating system, so a resumed or repeated run has different noise. With
+    ``reproducible_noise`` it is derived from the seed (default 0), so anyone who knows the seed can remove it: for
+    experiments only. ``privacy/noise_reproducible`` is logged with every epsilon.
 
-    What an earlier fit with this callback released counts, too, and noise is never used twice.
+    Releases of earlier fits with this callback are included, and noise is never reused.
 
     Args:
-        clip: largest norm of a client's update; with ``quantile`` the first one.
+        clip: maximum norm of a client's update; with ``quantile``, the initial one.
         noise_multiplier: standard deviation of the noise as a multiple of ``clip``: of the sum of the updates if
             ``central`` (for clients of equal weight), of every message if ``local``.
         where: ``central`` or ``local``.
-        delta: the probability with which the bound may fail; None means one over ten times the number of clients.
+        delta: probability that the bound fails; None means one over ten times the number of clients.
         accountant: ``pld``, or opacus's ``rdp`` or ``prv``.
-        reproducible_noise: draw the noise from the run's seed.
-        quantile: let ``clip`` follow this quantile of the updates' norms, told by a noisy count that epsilon includes;
-            None keeps it.
-        clip_rate: how fast it follows.
+        reproducible_noise: derive the noise from the run's seed.
+        quantile: let ``clip`` track this quantile of the updates' norms by a noisy count, which epsilon includes; None
+            keeps ``clip`` fixed.
+        clip_rate: learning rate of ``clip``.
     """
 
     changes_messages = True
@@ -105,23 +105,23 @@ class DifferentialPrivacyCallback(FederatedCallback):
         self.clip, self.noise_multiplier, self.where = clip, noise_multiplier, where
         self.delta, self.accountant, self.reproducible_noise = delta, accountant, reproducible_noise
         self.quantile, self.clip_rate = quantile, clip_rate
-        #: What is to be accounted for of every round so far.
+        #: Participation by round.
         self.rounds: Rounds = {}
-        #: The same of every fit before this one.
+        #: Participation in earlier fits.
         self.earlier: list[Rounds] = []
         self._received: dict[int, State] = {}
         self._clients = 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse methods whose server makes something else than a mean, and a missing accountant."""
+        """Refuse methods whose server does not compute a mean, and a missing accountant."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(
                 f"DifferentialPrivacyCallback needs a federated method, not {type(pl_module).__name__}."
             )
         if self.where == "central" and not pl_module.aggregates_by_mean:
             raise FederationError(
-                f"The server of {type(pl_module).__name__} does not take a mean under fixed weights, so no noise is "
-                "known to hide a client in it: use where='local'."
+                f"The server of {type(pl_module).__name__} does not take a mean with fixed weights, so central noise "
+                "gives no guarantee: use where='local'."
             )
         self._clients = pl_module.federation.num_clients
         epsilon([], 0.5, self.accountant)
@@ -129,11 +129,11 @@ class DifferentialPrivacyCallback(FederatedCallback):
             rank_zero_warn(
                 "reproducible_noise draws the noise from the seed: epsilon holds only against those who do not know it."
             )
-        if stage == "fit" and self.rounds:  # a checkpoint that is resumed says otherwise
+        if stage == "fit" and self.rounds:  # a resumed checkpoint restores its own
             self.earlier, self.rounds = [*self.earlier, self.rounds], {}
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
-        """Note who takes part; a round that is run again counts once."""
+        """Record participation; a repeated round counts once."""
         assert isinstance(pl_module, FederatedModule)
         self.rounds = {number: took for number, took in self.rounds.items() if number < round}
         # A client that trains several models sends as many messages.
@@ -142,11 +142,11 @@ class DifferentialPrivacyCallback(FederatedCallback):
         self._received.clear()
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """Keep what the client received: its update is measured from there."""
+        """Keep the received message, to compute the update."""
         self._received[client] = message
 
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """At a simulated client: clip and noise before anything leaves; a site has done it by itself."""
+        """Clip and add noise at a simulated client; deployed clients do so themselves."""
         assert isinstance(pl_module, FederatedModule)
         if self.where == "local" and pl_module.exchange.simulated:
             normal = self._normal(trainer, pl_module, client, new_key())
@@ -154,29 +154,29 @@ class DifferentialPrivacyCallback(FederatedCallback):
 
     @property
     def guards(self) -> bool:
-        """Whether it works at the clients."""
+        """Whether the defence runs at the clients."""
         return self.where == "local"
 
     def settings(self) -> dict[str, Any]:
-        """The client's part of the defence."""
+        """Return the client's part of the defence."""
         return {"where": self.where, "clip": self.clip, "noise_multiplier": self.noise_multiplier}
 
     def install(self, method: FederatedModule) -> None:
-        """At a site: refuse noise that others could take off again."""
+        """Refuse reproducible noise at a site, because the server could remove it."""
         if self.reproducible_noise:
             raise FederationError(
-                "reproducible_noise draws the noise from the seed, which the server knows: leave it out where clients "
-                "are real."
+                "reproducible_noise derives the noise from the seed, which the server knows: leave it out in deployed "
+                "runs."
             )
 
     def protect(self, method: FederatedModule, received: State, message: Message) -> None:
-        """At a site: clip and noise before anything leaves."""
+        """Clip and add noise at a site."""
         self._received[message.client] = received
         normal = SecretStream(new_key(), str(message.client)).normal
         self._protect(message, self.noise_multiplier * self.clip, normal)
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """At the server: clip, and noise so that the mean hides any one client."""
+        """Clip and add noise at the server."""
         assert isinstance(pl_module, FederatedModule)
         if self.where == "local":
             return
@@ -184,8 +184,8 @@ class DifferentialPrivacyCallback(FederatedCallback):
         took = self.rounds[trainer.current_epoch]
         if took.rate < 1 and len(pl_module.stage.clients) != len(took.clients):
             raise FederationError(
-                f"{type(pl_module).__name__} divides a round into stages, each with a mean of its own, so that its "
-                "secret cohorts are not known to hide a client: set secret_cohorts to false."
+                f"{type(pl_module).__name__} divides a round into stages with separate means, for which secret cohorts "
+                "give no guarantee: set secret_cohorts to false."
             )
         drawn = set(took.clients)
         expected = float(len(messages))
@@ -206,7 +206,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
             self._protect(message, std, self._normal(trainer, pl_module, message.client, key), bound, factor)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Log epsilon so far, and how it is to be taken."""
+        """Log epsilon so far and whether its noise is reproducible."""
         logged = {"privacy/epsilon": self.epsilon()}
         if self.reproducible_noise:
             logged["privacy/noise_reproducible"] = 1.0
@@ -216,7 +216,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
             pl_module.log(name, value, on_step=False, on_epoch=True, batch_size=1)
 
     def epsilon(self) -> float:
-        """Total of the rounds so far."""
+        """Return the epsilon of all rounds so far."""
         delta = 1 / (10 * self._clients) if self.delta is None else self.delta
         every = [took for fit in (*self.earlier, self.rounds) for took in fit.values()]
         secret = Counter((took.kind, took.rate) for took in every if took.rate < 1)
@@ -226,15 +226,15 @@ class DifferentialPrivacyCallback(FederatedCallback):
         sampled = [Release(kind, self.noise_multiplier, rate, number) for (kind, rate), number in secret.items()]
         sampled += _seen([took for took in every if took.rate == 1], self._worth)
         found = epsilon(sampled, delta, self.accountant)
-        # Who knew the cohorts would know at least as much.
+        # Epsilon for known cohorts is an upper bound.
         return min(found, epsilon(known, delta)) if self.accountant == "pld" else found
 
     def run_metrics(self) -> dict[str, float]:
-        """Epsilon, for the tables of ``fl-lightning reproduce``, and whether its noise follows from the seed."""
+        """Return epsilon and whether its noise is reproducible, for the tables of ``fl-lightning reproduce``."""
         return {"epsilon": self.epsilon()} | ({"noise_reproducible": 1.0} if self.reproducible_noise else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The rounds that count and the bound, for a run that is resumed."""
+        """Return participation and bound, for a resumed run."""
         rounds, *earlier = (
             {number: [took.kind, took.rate, list(took.clients)] for number, took in fit.items()}
             for fit in (self.rounds, *self.earlier)
@@ -242,7 +242,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
         return {"rounds": rounds, "earlier": earlier, "clip": self.clip}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         self.rounds, *self.earlier = (
             {int(number): Round(*took) for number, took in fit.items()}
             for fit in (state_dict["rounds"], *state_dict.get("earlier", ()))
@@ -252,11 +252,11 @@ class DifferentialPrivacyCallback(FederatedCallback):
 
     @property
     def _worth(self) -> float:
-        """Noise over the largest difference of two updates: one is nothing, or of other data."""
+        """Return the noise over the sensitivity: the bound, or twice the bound if local."""
         return self.noise_multiplier / (1 if self.where == "central" else 2)
 
     def _sampled(self, module: FederatedModule, clients: list[int], round: int) -> tuple[Kind, float]:
-        """How the cohort was drawn, and the rate with which epsilon may count on it."""
+        """Return how the cohort was drawn, and the sampling rate usable for amplification."""
         data = module.datamodule
         secret = getattr(data, "secret_cohorts", False) and self.where == "central" and module.weighting == "uniform"
         if not secret or data.fraction == 1 or clients != sorted(data.cohort(round)):
@@ -266,7 +266,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
         return "fixed", len(clients) / self._clients
 
     def _noise(self, expected: float) -> float:
-        """Noise multiplier of the updates."""
+        """Return the noise multiplier of the updates."""
         if self.quantile is None or not self.noise_multiplier:
             return self.noise_multiplier
         return split_noise(self.noise_multiplier, COUNT_NOISE * expected)
@@ -281,7 +281,7 @@ class DifferentialPrivacyCallback(FederatedCallback):
     def _protect(
         self, message: Message, std: float, normal: Normal, bound: float | None = None, factor: float = 1.0
     ) -> None:
-        """Bound a message's change, scale it and add noise."""
+        """Clip a message's update, scale it and add noise."""
         received = self._received[message.client]
         bounded = clipped(message.tensors, received, self.clip if bound is None else bound)
         if factor != 1.0:
@@ -289,19 +289,19 @@ class DifferentialPrivacyCallback(FederatedCallback):
         message.tensors = noised(bounded, std, normal) if std else bounded
 
     def _normal(self, trainer: Trainer, module: Any, client: int, key: bytes) -> Normal:
-        """Where the noise of a message comes from."""
+        """Return the noise source of a message."""
         if not self.reproducible_noise:
             return SecretStream(key, str(client)).normal
         purpose = self._purpose(module) if client >= 0 else f"{self._purpose(module)}.count"
         return seeded_normal(seeding.stream(module.seed, purpose, trainer.current_epoch, max(client, 0)))
 
     def _purpose(self, module: FederatedModule) -> str:
-        """Purpose that the noise is drawn for: another fit, and another stage of a round, draw their own."""
+        """Return the purpose of the noise stream, which differs between fits and between stages of a round."""
         parts = (len(self.earlier), module.completed_stages)
         return ".".join([f"privacy.{self.where}", *(map(str, parts) if any(parts) else ())])
 
 
 def _seen(rounds: list[Round], noise: float) -> list[Release]:
-    """Releases of the client that took part most often, whom everybody sees take part."""
+    """Return the releases of the client that took part most often, for known cohorts."""
     took = Counter(client for one in rounds for client in one.clients)
     return [Release("gaussian", noise, 1.0, max(took.values()))] if took else []

@@ -1,4 +1,4 @@
-"""Which factors the clients select: how many, how differently, how often each, and at what cost."""
+"""Statistics of the clients' factor selections."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fl_lightning.wire import Message
 
 @runtime_checkable
 class SelectsFactors(Protocol):
-    """The parts of a method that the callback uses."""
+    """Interface of methods with factorised layers."""
 
     snapshots: SnapshotStore
 
     def active_factors(self, client: int) -> dict[str, Tensor]:
-        """Which factors a client that has trained uses, by layer, shape (F,), boolean."""
+        """Return the active factors of a trained client by layer, shape (F,), boolean."""
         ...
 
     def selection_terms(self, client: int) -> dict[str, float]:
-        """Terms that the objective of such a client adds for its selection, by name."""
+        """Return the selection's terms of a trained client's objective by name."""
         ...
 
 
 def pairwise_distance(choices: Tensor) -> Tensor:
-    """Mean Hamming distance between two different clients' choices.
+    """Return the mean Hamming distance between different clients' choices.
 
-    Counted factor by factor: the m of K clients that use a factor differ in it from the K - m others.
+    Computed by factor: the m of K clients that use a factor differ from the K - m others.
 
     Args:
         choices: boolean, shape (clients, F).
@@ -52,25 +52,25 @@ def pairwise_distance(choices: Tensor) -> Tensor:
 
 
 class FactorsCallback(NamedArguments, Callback):
-    """Logs what the clients that have trained select, every so many rounds.
+    """Logs the selections of trained clients every few rounds.
 
-    For each factorised layer, under ``factors/<layer>/``: ``active``, the mean number of factors per client;
-    ``distance``, the mean number of factors in which two clients differ (near 0 nothing is personalised); ``used``, the
-    share of factors that anybody uses; and the mean over clients of what the selection adds to the objective (``kl_b``
-    and ``kl_v`` with WAFFLe, ``l1`` with its ablation). With a TensorBoard logger ``reuse`` is the histogram, over
+    Logged for each factorised layer under ``factors/<layer>/``: ``active``, the mean number of factors per client;
+    ``distance``, the mean number of factors in which two clients differ (near 0: no personalisation); ``used``, the
+    share of factors used by any client; and the mean over clients of the selection's terms in the objective (``kl_b``
+    and ``kl_v`` for WAFFLe, ``l1`` for its ablation). With a TensorBoard logger, ``reuse`` is the histogram, over
     factors, of the share of clients that use a factor, and ``active_clients`` that of the number of factors over
-    clients. The numbers are made for the log: selections are private, and a deployed server could not know them.
+    clients. For simulations only: selections are private, and a deployed server does not know them.
 
     Args:
-        every: log after every so many rounds.
+        every: rounds between logs.
     """
 
-    #: It looks at what only clients see, and is refused where these are real.
+    #: Uses the clients' private data, so it is refused in deployed runs.
     simulations_only: ClassVar[bool] = True
 
     def __init__(self, every: Count = 1) -> None:
         self.every = every
-        #: Share of clients that use each factor, by layer, shape (F,), as last logged.
+        #: Last logged share of clients that use each factor, by layer, shape (F,).
         self.reuse: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,7 +82,7 @@ class FactorsCallback(NamedArguments, Callback):
             )
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Log the selections as the round left them."""
+        """Log the selections after the round."""
         module: Any = pl_module
         clients = list(module.snapshots)
         if (trainer.current_epoch + 1) % self.every or not clients:

@@ -1,4 +1,4 @@
-"""Fairness by round, and the table of sub-populations at the end."""
+"""Fairness metrics by round, and a table of sub-populations."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from fl_lightning.metrics.fairness import (
 from fl_lightning.module import FederatedModule
 from fl_lightning.sheet import markdown
 
-#: With more groups than this only their gap is logged; the table lists all.
+#: With more groups than this, only their gap is logged; the table lists all.
 CURVES = 10
-#: Columns of the table, and the names under which ``fairness_summary`` gives them.
+#: Columns of the table and their names in ``fairness_summary``.
 COLUMNS = {
     "worst tenth": "worst10",
     "variance": "variance",
@@ -40,39 +40,39 @@ COLUMNS = {
     "gain over Local": "local_gap",
     "worse than Local": "local_worse",
 }
-#: Scores that the table shows in percent if they are shares; the variance is in percent squared already.
+#: Scores shown in percent if they are shares; the variance is in percent squared already.
 SCORES = {"worst10", "local_gap"}
 Row = dict[str, str]
 
 
 class FairnessCallback(Several):
-    """Logs how evenly the clients are served, after every round and at the test.
+    """Logs fairness metrics over clients, after every round and in the test.
 
-    Logged under ``val/`` (after a round, where samples are held out for it) and ``test/``: ``variance`` (percent
-    squared), ``variance_corrected`` and ``worst10_corrected`` (less what few samples alone make of clients that are
-    equal), ``jain``, ``entropy``, and where clients form groups ``gap`` and the groups' mean accuracies,
-    ``acc_majority`` and ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger
-    ``percent/val/acc_clients`` is the histogram over clients. ``local`` adds ``local_gap``, the mean gain over training
-    alone, and ``local_worse``, the share of clients that had better stayed alone. Clients that were not evaluated, as
+    Logged under ``val/`` (after a round, if validation samples are held out) and ``test/``: ``variance`` (percent
+    squared), ``variance_corrected`` and ``worst10_corrected`` (corrected for sampling noise of small test sets),
+    ``jain``, ``entropy``, and, if clients form groups, ``gap`` and the groups' mean accuracies, ``acc_majority`` and
+    ``acc_minority`` (``acc_<group>_<value>`` for more than two groups). With a TensorBoard logger,
+    ``percent/val/acc_clients`` is the histogram over clients. ``local`` adds ``local_gap``, the mean gain over local
+    training, and ``local_worse``, the share of clients that lose by federation. Clients that were not evaluated, as
     with ``limit_val_batches``, are left out.
 
-    A task with another headline metric has that instead of accuracy, such as ``rmse_majority``. Gap and gain are
-    greater than 0 where the majority, or the federation, fares better, also where less is better; the variance of a
-    metric that is no share is in its units squared, and is not corrected.
+    For tasks with another headline metric, this metric replaces accuracy, such as ``rmse_majority``. Gap and gain are
+    positive if the majority, or the federation, is better, even if lower values are better; the variance of a metric
+    that is not a share is in its units squared, and not corrected.
 
-    At the end of a fit, a validation or a test the table of sub-populations is written to the log folder as
+    At the end of a fit, a validation or a test, the table of sub-populations is written to the log folder as
     ``fairness_<split>.csv`` and ``fairness_<split>.md``, in percent.
 
-    A module that is not federated gets the same from its ``validation_step`` or ``test_step`` if that returns a dict
-    with ``preds`` (classes or scores), ``target`` and ``group`` (whole numbers, one per sample). Where the DataModule
-    has a federation the numbers are clients; elsewhere every number is a group, and the gap is that between the group
-    with the most samples and the one with the fewest.
+    Modules that are not federated are supported if ``validation_step`` or ``test_step`` returns a dict with ``preds``
+    (classes or scores), ``target`` and ``group`` (integers, one per sample). If the DataModule has a federation, the
+    integers are clients; otherwise every integer is a group, and the gap is between the groups with the most and the
+    fewest samples.
 
     Args:
-        group: what of the federation's ``meta`` divides the clients; without it they are one group.
-        local: score of every client trained alone, accuracies as fractions, or the checkpoint of a finished run of
+        group: name in the federation's ``meta`` that groups the clients; if missing, they are one group.
+        local: score of every client trained locally (accuracies as fractions), or the checkpoint of a finished run of
             Local on the same data and task.
-        folder: where the table is written; None means the Trainer's log folder.
+        folder: folder of the table; None means the Trainer's log folder.
     """
 
     def __init__(self, group: str = "mode", local: list[float] | str | None = None, folder: str | None = None) -> None:
@@ -85,7 +85,7 @@ class FairnessCallback(Several):
         self._scores: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out which client belongs to which group, and read what Local scored."""
+        """Group the clients, and read the scores of Local."""
         federation = getattr(trainer.datamodule, "federation", None)  # type: ignore[attr-defined]
         self._measure = pl_module.task.measure if isinstance(pl_module, FederatedModule) else ACCURACY
         if federation is None:
@@ -94,7 +94,7 @@ class FairnessCallback(Several):
         groups, self._names = federation.groups(self.group)
         self._groups = groups if self._names else None
         self._local = _local_accuracies(self.local, federation.num_clients)
-        if "val" in self._local and federation.val is None:  # then both splits are the same samples
+        if "val" in self._local and federation.val is None:  # both splits have the same samples
             self._local.setdefault("test", self._local["val"])
 
     def on_validation_batch_end(
@@ -106,19 +106,19 @@ class FairnessCallback(Several):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count what a module that is not federated got right."""
+        """Count correct predictions of a module that is not federated."""
         if not isinstance(pl_module, FederatedModule) and not trainer.sanity_checking:
             self._tally.add(outputs, type(pl_module).__name__)
 
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the round's validation."""
+        """Log the validation metrics."""
         if not trainer.sanity_checking:
             self._log(trainer, pl_module, _validated(pl_module))
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the test."""
+        """Log the test metrics."""
         self._log(trainer, pl_module, "test")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,7 +135,7 @@ class FairnessCallback(Several):
         self._write(trainer, pl_module, "test")
 
     def _log(self, trainer: Trainer, module: Any, split: Split) -> None:
-        # Before the module's own hook, so what it collected is asked for rather than the scores it keeps.
+        # Runs before the module's own hook, so use collected results instead of stored scores.
         accuracies = self._accuracies(trainer, module, split)
         logs = fairness_summary(accuracies, self._groups, self._local.get(split), self._measure)
         name_of = self._measure.name
@@ -157,7 +157,7 @@ class FairnessCallback(Several):
                 logger.experiment.add_histogram(name, factor * known, step_of(trainer))
 
     def _accuracies(self, trainer: Trainer, module: Any, split: Split) -> Tensor:
-        """Every client's score in the evaluation under way."""
+        """Return every client's score in the current evaluation."""
         if isinstance(module, FederatedModule):
             scores: Tensor = module.evaluator.headline(module.task)
             return scores
@@ -169,14 +169,14 @@ class FairnessCallback(Several):
         return self._scores[split]
 
     def table(self, accuracies: Tensor, local: Tensor | None = None) -> list[Row]:
-        """The sub-populations: all clients, every group, and the gap between majority and minority.
+        """Return the table: all clients, every group, and the gap between majority and minority.
 
         Args:
-            accuracies: one per client, shape (clients,), NaN for clients that were not evaluated.
-            local: accuracy of every client trained alone, if known.
+            accuracies: accuracy of every client, shape (clients,), NaN if not evaluated.
+            local: accuracy of every client trained locally, if known.
 
         Returns:
-            One row each with the same columns, numbers as text, accuracies in percent.
+            Rows with the same columns, numbers as text, accuracies in percent.
         """
         everyone, measure = torch.ones(len(accuracies), dtype=torch.bool), self._measure
         rows = [_row("all", accuracies, everyone, local, measure)]
@@ -190,7 +190,7 @@ class FairnessCallback(Several):
         return rows
 
     def _write(self, trainer: Trainer, module: Any, split: Split) -> None:
-        folder = self.folder or trainer.log_dir  # asked for on every rank
+        folder = self.folder or trainer.log_dir  # broadcast, so call it on every rank
         scores = module.evaluator.scores if isinstance(module, FederatedModule) else self._scores
         accuracies = scores.get(split)
         if accuracies is None or folder is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ class FairnessCallback(Several):
 
 
 def _validated(module: LightningModule) -> Split:
-    """The split that a validation scores the clients on."""
+    """Return the split used in validation."""
     return module.federation.validated if isinstance(module, FederatedModule) else "val"
 
 
@@ -220,8 +220,8 @@ class GroupTally:
         """Count the samples of a batch.
 
         Args:
-            outputs: what the module's step returned.
-            name: the module's name, for errors.
+            outputs: return value of the module's step.
+            name: the module's name, for error messages.
         """
         if not isinstance(outputs, Mapping) or not {"preds", "target", "group"} <= outputs.keys():
             raise FederationError(
@@ -233,7 +233,7 @@ class GroupTally:
         self._parts.append((group.long(), right))
 
     def _counts(self) -> tuple[Tensor, Tensor]:
-        """Samples and right answers by number."""
+        """Return numbers of samples and of correct predictions by group."""
         if not self._parts:
             return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)
         groups, right = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
@@ -241,7 +241,7 @@ class GroupTally:
         return total, torch.bincount(groups, weights=right.double(), minlength=len(total))
 
     def accuracies(self, clients: int | None = None) -> Tensor:
-        """Accuracy by number, of those that were seen; with ``clients`` of all, NaN for who was not."""
+        """Return the accuracy of seen groups; with ``clients``, of all clients, NaN for unseen ones."""
         total, right = self._counts()
         if clients is None:
             return right[total > 0] / total[total > 0]
@@ -250,7 +250,7 @@ class GroupTally:
         return padded
 
     def groups(self) -> tuple[Tensor, list[str]]:
-        """Every number as a group of its own, the one with the most samples first, the one with the fewest last."""
+        """Return every number as its own group, the one with the most samples first, the one with the fewest last."""
         total, _ = self._counts()
         seen = torch.nonzero(total).flatten()
         order = total[seen].sort(descending=True, stable=True).indices
@@ -259,7 +259,7 @@ class GroupTally:
 
 
 def _local_accuracies(local: list[float] | str | None, clients: int) -> dict[str, Tensor]:
-    """Scores of Local, by split."""
+    """Return the scores of Local by split."""
     if local is None:
         return {}
     if isinstance(local, str):
@@ -273,7 +273,7 @@ def _local_accuracies(local: list[float] | str | None, clients: int) -> dict[str
 
 
 def _scores(path: str) -> Mapping[str, Tensor]:
-    """The clients' accuracies that a checkpoint keeps."""
+    """Read the clients' accuracies from a checkpoint."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)["fl_lightning"]
     except FileNotFoundError as error:
@@ -289,7 +289,7 @@ def _scores(path: str) -> Mapping[str, Tensor]:
 
 
 def _row(population: str, accuracies: Tensor, members: Tensor, local: Tensor | None, measure: Measure) -> Row:
-    """One sub-population's row of the table."""
+    """Return one sub-population's row of the table."""
     own = accuracies[members]
     summary = fairness_summary(own, local=None if local is None else local[members], measure=measure)
     ends = fairness_intervals(own, measure=measure)
@@ -309,5 +309,5 @@ def _row(population: str, accuracies: Tensor, members: Tensor, local: Tensor | N
 
 
 def _printed(value: float | Tensor, measure: Measure, name: str = "") -> str:
-    """Two decimals of a percentage, five digits of a number of any size."""
+    """Format percentages with two decimals, other numbers with five digits."""
     return f"{float(value):.2f}" if measure.share or name == "local_worse" else f"{float(value):.5g}"

@@ -1,4 +1,4 @@
-"""A malicious server that crafts what it sends, and reads samples out of the answers."""
+"""A malicious server that sends crafted weights and reads samples from the updates."""
 
 from __future__ import annotations
 
@@ -22,41 +22,40 @@ from fl_lightning.wire import Message, State
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Samples of a client in a picture.
+#: Maximum number of a client's samples in a figure.
 SHOWN = 8
 
 
 class ImprintCallback(AttackCallback):
-    """Sends clients a layer that sorts the samples of a batch into bins, and reads those that are alone in one.
+    """Sends clients a crafted layer that sorts samples into bins, and reads samples that are alone in a bin.
 
     The server is malicious (Fowl et al., 2022). ``first`` crafts the weights of the net's first two layers, which must
-    be dense with a bias and a ReLU; ``front`` puts a layer of ``bins`` units in front of any net, for which clients
-    must run what they are sent; they then take plain SGD steps on the method's loss. Behind secure aggregation (view
-    ``sums``) the mean of all answers is read: a sample then has to be alone among all clients'.
+    be dense with a bias and a ReLU; ``front`` inserts a layer of ``bins`` units in front of any net, for clients that
+    train any model they receive, with plain SGD steps on the method's loss. With secure aggregation (view ``sums``) the
+    mean of all updates is read: a sample then has to be alone in its bin among all clients' samples.
 
-    By default the run is not disturbed: each attacked client is asked once more, with ``batch`` of its samples and
-    ``local_steps`` steps, and the answer is thrown away. With ``disturb`` the server sends the crafted message in round
-    ``attacked_round`` of the run itself, to everybody, reads the answers of a whole round of local training, and takes
-    its own model again where answers carry the crafted entries: this changes the run. One step gives away
-    every sample that is alone in its bin. Several move the bins between the samples, and rows no longer count alike, so
-    that less comes out the more steps there are; that is measured here, not claimed.
+    By default the run does not change: each attacked client trains in an extra request, with ``batch`` of its samples
+    and ``local_steps`` steps, and its new state is discarded. With ``disturb`` the server sends the crafted message to
+    all clients in round ``attacked_round`` of the run, reads the updates of a whole round of local training, and
+    restores its own model where messages contain crafted entries: this changes the run. One step reveals every sample
+    that is alone in its bin. Further steps shift the bins and the weights of samples, so that more steps reveal less.
 
-    Reported for each client and view: ``read``, its samples that came out at 40 dB or more, their ``share``, and mean
-    ``psnr`` and ``ssim`` over all of its samples, each compared with what was read nearest to it; and the baselines
-    ``grey`` and ``mean``. Originals above what was read are the picture ``imprint/<view>``.
+    Reported for each client and view: ``read``, the number of its samples reconstructed at 40 dB or more, their
+    ``share``, and mean ``psnr`` and ``ssim`` over all its samples, each compared with the nearest reconstruction; and
+    the baselines ``grey`` and ``mean``. The figure ``imprint/<view>`` shows originals above reconstructions.
 
     Args:
         views: the adversaries, of ``server``, ``sums`` and ``colluding``.
-        place: which layer sorts.
-        bins: units of a layer in front.
-        batch: samples of the extra request; None means all that the client has, trained on as in a round.
-        local_steps: steps of the extra request, all of them on the batch.
+        place: the crafted layers: ``first`` or ``front``.
+        bins: number of units of a layer in front.
+        batch: number of samples of the extra request; None means a round of training on all of the client's samples.
+        local_steps: number of steps of the extra request, all on the same batch.
         disturb: send the crafted message in the run itself.
-        attacked_round: the round in which that is done, from 0.
+        attacked_round: the round of the crafted message, from 0.
         clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
-        every: attack after every so many rounds too, not only at the end.
-        group: what of the federation's ``meta`` divides the clients in the report.
-        folder: where the report is written; None means the Trainer's log folder.
+        every: also attack every ``every`` rounds; None attacks at the end only.
+        group: name in the federation's ``meta`` by which the report groups clients.
+        folder: folder of the report; None means the Trainer's log folder.
     """
 
     attack = "imprint"
@@ -81,12 +80,12 @@ class ImprintCallback(AttackCallback):
     ) -> None:
         super().__init__(views, clients, every, 1, group, folder)
         if disturb and place == "front":
-            raise FederationError("In a run clients train the net that they have: set place='first' to disturb it.")
+            raise FederationError("In a run, clients train their own net: set place='first' with disturb.")
         if disturb and every is not None:
-            raise FederationError("A run is disturbed in one round, attacked_round: leave every out.")
+            raise FederationError("disturb attacks in one round, attacked_round: leave every out.")
         self.place, self.bins, self.batch, self.local_steps = place, bins, batch, local_steps
         self.disturb, self.attacked_round = disturb, attacked_round
-        #: What was read in the last attack.
+        #: Reconstructions of the last attack.
         self.readings: list[Reading] = []
         self._trap: Trap | None = None
         self._sent: dict[int, State] = {}
@@ -94,19 +93,19 @@ class ImprintCallback(AttackCallback):
 
     @property
     def changes_messages(self) -> bool:  # type: ignore[override]
-        """Whether the run is disturbed."""
+        """Whether the run is changed."""
         return self.disturb
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to listen; a server that disturbs the run sees to it that it can."""
+        """Start recording; refuse a net that cannot be crafted before the run begins."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._trap, self._sent, self._answers = None, {}, {}
-            if self.disturb:
+            if federated(pl_module).shared_names:
                 self._made(federated(pl_module))
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """Craft what the client receives, in the round that is attacked."""
+        """Replace the client's message by the crafted one in the attacked round."""
         if self.disturb and trainer.current_epoch == self.attacked_round:
             module = federated(pl_module)
             self._sent[client] = dict(message)
@@ -114,7 +113,7 @@ class ImprintCallback(AttackCallback):
         super().on_client_start(trainer, pl_module, client, message)
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """Keep the answer."""
+        """Record the update."""
         super().on_message_up(trainer, pl_module, client, message)
         if client in self._sent and self._trap is not None:
             layer = self._trap.layer
@@ -123,7 +122,7 @@ class ImprintCallback(AttackCallback):
             self._answers[client] = received, sent
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Take the server's own model again where answers carry what was crafted."""
+        """Restore the server's own entries in messages with crafted ones."""
         super().on_before_aggregate(trainer, pl_module, messages)
         for message in messages:
             before = self._sent.pop(message.client, None)
@@ -131,9 +130,9 @@ class ImprintCallback(AttackCallback):
                 message.tensors = {**message.tensors, **{name: before[name] for name in self._trap.entries}}
 
     def strike(self, trainer: Trainer, run: Run) -> list[Row]:
-        """Send what was crafted, unless that was done, and read."""
+        """Send the crafted message unless the run did, and read the updates."""
         module = run.module
-        if not module.shared_names:  # nobody receives a model
+        if not module.shared_names:  # clients receive no model
             return []
         reference = attack_data(module.federation, [], module.seed).reference
         answered = self._answers if self.disturb and self._answers else None
@@ -155,7 +154,7 @@ class ImprintCallback(AttackCallback):
         return rows
 
     def notes(self) -> dict[str, Any]:
-        """The crafted message, and whether the run was disturbed."""
+        """Return the place of the crafted layer, and whether the run was changed."""
         whole = self.disturb or self.batch is None
         steps = "a whole round of local training" if whole else f"{self.batch} samples, {self.local_steps} local steps"
         layer = "in front of the net" if self.place == "front" else "instead of the net's first layers"
@@ -165,11 +164,11 @@ class ImprintCallback(AttackCallback):
         return {"crafted": f"{layer}, {how}", "answers": steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Answers to what was crafted, for a run that is resumed."""
+        """Return recorded updates, for a resumed run."""
         return {**super().state_dict(), "answers": {client: list(both) for client, both in self._answers.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         super().load_state_dict(state_dict)
         self._answers = {client: (received, sent) for client, (received, sent) in state_dict["answers"].items()}
 
@@ -191,7 +190,7 @@ class ImprintCallback(AttackCallback):
 
 
 def _figure(one: Reading) -> Figure:
-    """A client's samples above what was read of them."""
+    """Draw a client's samples above their reconstructions."""
     titles = [f"label {label}" for label in one.labels[:SHOWN]]
     titles[0] = f"client {one.client}\n{titles[0]}"
     return images_figure(one.originals[:SHOWN].float(), one.images[:SHOWN].float(), titles)

@@ -1,4 +1,4 @@
-"""Distributions that FedDAF infers, beside the clients' data: t-SNE pictures and a two-sample score."""
+"""FedDAF's inferred distribution compared with the clients' data: t-SNE figures and a two-sample score."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.ranges import TwoOrMore
 from fl_lightning.wire import State
 
-#: Dimensions that principal components leave before t-SNE, and its perplexity.
+#: Number of principal components before t-SNE, and its perplexity.
 DIMENSIONS, PERPLEXITY = 50, 30.0
-#: How often draws are compared with the clients' vectors, each time as many as there are clients.
+#: Number of comparisons of draws with the clients' vectors, each with as many draws as clients.
 REPETITIONS = 40
 PICTURE = "inferred_distribution.png"
 
 
 class InferredDistributionCallback(CentralCallback):
-    """At the end of a fit of FedDAF, pictures what its autoencoder inferred (the paper's figure 4).
+    """Draws the distribution inferred by FedDAF at the end of a fit (the paper's figure 4).
 
-    Left, features of test samples before the last layer of a central model, coloured by class; right, draws of the
+    Left: features of test samples before the last layer of a central model, coloured by class. Right: draws of the
     inferred distribution of statistics and the clients' own statistics, coloured by the client's dominant class.
-    Written to ``inferred_distribution.png``, and to ``inferred_distribution.json`` a number: how often the nearest
-    neighbour of a vector is of its own kind, draw or client. 0.5 says that they cannot be told apart, 1 that they
-    always can.
+    Written to ``inferred_distribution.png``. ``inferred_distribution.json`` contains the accuracy of a nearest
+    neighbour classifier of draws and clients, 0.5 if they are indistinguishable and 1 if they are separable.
 
     Attributes:
-        score: that number.
+        score: this accuracy.
 
     Args:
-        number: test samples, and draws.
-        original: whether to make the left picture, which takes a central model.
-        central: file of the central model; None keeps it as ``central.pt`` in ``folder``.
-        folder: where results are written; None means the Trainer's log folder.
+        number: number of test samples and of draws.
+        original: whether to draw the left panel, which needs a central model.
+        central: file of the central model; None stores it as ``central.pt`` in ``folder``.
+        folder: folder of the results; None means the Trainer's log folder.
     """
 
     def __init__(
@@ -54,14 +53,14 @@ class InferredDistributionCallback(CentralCallback):
         self.score = float("nan")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse methods that infer no distribution."""
+        """Refuse methods other than FedDAF."""
         super().setup(trainer, pl_module, stage)
         if not hasattr(pl_module, "fusion"):
             given = type(pl_module).__name__
             raise FederationError(f"InferredDistributionCallback needs FedDAF, not {given}.")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw, compare, picture."""
+        """Sample, compare and draw."""
         module: Any = pl_module
         if trainer.fast_dev_run or module.fusion.vae is None:  # type: ignore[attr-defined]
             return
@@ -85,16 +84,16 @@ class InferredDistributionCallback(CentralCallback):
         rank_zero_info(f"Two-sample score {self.score:.3f}: {folder / PICTURE}")
 
     def run_metrics(self) -> dict[str, float]:
-        """The score, for a table of results."""
+        """Return the score, for tables of results."""
         return {"two_sample_score": self.score}
 
 
 def nearest_neighbour_accuracy(a: Tensor, b: Tensor) -> float:
-    """How often the nearest other vector of ``a`` and ``b`` together is of the same set.
+    """Return how often the nearest neighbour among all vectors is of the same set.
 
     Args:
         a: shape (n, dimensions).
-        b: shape (m, dimensions); with m = n, 1/2 is expected of two samples of one distribution.
+        b: shape (m, dimensions); for m = n and equal distributions, 1/2 is expected.
 
     Example:
         >>> nearest_neighbour_accuracy(torch.tensor([[0.0], [0.1]]), torch.tensor([[5.0], [5.1]]))
@@ -107,7 +106,7 @@ def nearest_neighbour_accuracy(a: Tensor, b: Tensor) -> float:
 
 
 def two_sample_score(a: Tensor, b: Tensor, rng: np.random.Generator) -> float:
-    """Mean accuracy of the nearest neighbour between as many vectors of ``a`` and of ``b``, chosen several times."""
+    """Return the mean nearest neighbour accuracy over several subsets of ``a`` and ``b`` of equal size."""
     size = min(len(a), len(b))
 
     def some(vectors: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ def two_sample_score(a: Tensor, b: Tensor, rng: np.random.Generator) -> float:
 
 
 def dominant_classes(module: FederatedModule) -> Tensor:
-    """The class that each client has most training samples of, shape (clients,)."""
+    """Return each client's most frequent training class, shape (clients,)."""
     federation = module.federation
     counts = [federation.targets[index].bincount(minlength=federation.num_classes) for index in federation.train]
     return torch.stack(counts).argmax(1).cpu()
@@ -127,7 +126,7 @@ def dominant_classes(module: FederatedModule) -> Tensor:
 
 @torch.no_grad()
 def penultimate(module: FederatedModule, state: State, index: Tensor) -> Tensor:
-    """Inputs of the net's last dense layer for some samples, shape (n, features)."""
+    """Return the inputs of the net's last dense layer for some samples, shape (n, features)."""
     dense = [layer for layer in module.functional.skeleton.modules() if isinstance(layer, nn.Linear)]
     found: list[Tensor] = []
     hook = dense[-1].register_forward_pre_hook(lambda layer, args: found.append(args[0].flatten(1)))
@@ -141,7 +140,7 @@ def penultimate(module: FederatedModule, state: State, index: Tensor) -> Tensor:
 
 
 def embed(vectors: Tensor) -> np.ndarray[Any, Any]:
-    """Two dimensions by t-SNE, after principal components, always the same; shape (n, 2)."""
+    """Embed vectors in two dimensions by PCA and t-SNE, deterministically; shape (n, 2)."""
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
@@ -154,7 +153,7 @@ def embed(vectors: Tensor) -> np.ndarray[Any, Any]:
 
 
 def picture(panels: dict[str, tuple[np.ndarray[Any, Any], Tensor | Sequence[int], int]], path: Path) -> None:
-    """Panels side by side: points, the colour of each, and how many of the last ones are drawn as crosses."""
+    """Draw panels side by side: points, colours, and the number of last points drawn as crosses."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6 * len(panels), 5), layout="constrained")

@@ -26,39 +26,39 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: Weights of the total variation among which one is chosen, and clients on which that is done.
+#: Candidate weights of the total variation, and number of clients to select one on.
 TRIED, TUNED = (0.001, 0.01, 0.1, 1.0, 3.0), 2
 
 
 class ModelInversionCallback(AttackCallback):
-    """Reconstructs what the classes that a client holds look like, from models that adversaries have of it.
+    """Reconstructs images of a client's classes from the models that adversaries have of it.
 
-    Adam on the cross entropy of the class, total variation and squared norm, over pixels in [0, 1]. Reported for each
-    client, view and assumption: ``psnr`` (dB) and ``ssim`` to the mean of up to 100 of the client's own training images
-    of the class, and ``attack_acc``, the share of reconstructions in which a classifier that was trained apart sees the
-    class; its own accuracy is noted. Strongest is the one of highest PSNR. Higher is worse for the client. The
-    baselines ``grey``, ``mean`` and ``class mean`` (of the adversary's own samples) need no model: an attack shows what
-    a model tells only where it is better than they are.
+    Minimises the cross-entropy of the class, total variation and squared norm by Adam, over pixels in [0, 1]. Reported
+    for each client, view and assumption: ``psnr`` (dB) and ``ssim`` to the mean of up to 100 of the client's training
+    images of the class, and ``attack_acc``, the share of reconstructions that an independently trained classifier (the
+    judge) assigns to the class; higher is worse for the client. The strongest attack has the highest PSNR. The
+    baselines ``grey``, ``mean`` and ``class mean`` (of the adversary's own samples) need no model: a model reveals
+    information only if the attack is better.
 
-    The picture ``inversion/<view>``, for TensorBoard and in the log folder, has the mean of every class above a
-    reconstruction, with PSNR and SSIM. The log folder gets all reconstructions as ``inversion.pt``.
+    The figure ``inversion/<view>``, in TensorBoard and the log folder, shows the mean of every class above a
+    reconstruction, with PSNR and SSIM. All reconstructions are saved as ``inversion.pt`` in the log folder.
 
     Args:
         views: the adversaries.
-        steps: steps of Adam.
-        starts: reconstructions of each class.
+        steps: number of steps of Adam.
+        starts: number of reconstructions of each class.
         rate: learning rate of Adam.
-        variation: weight of the total variation; None chooses among ``TRIED`` on a federation of the adversary's own,
-            trained for as long on its samples.
+        variation: weight of the total variation; None selects one of ``TRIED`` on the adversary's own federation,
+            trained for the same number of rounds.
         norm: weight of the squared norm.
-        most_classes: how many of a client's classes are reconstructed at most.
-        judge_epochs: passes over the data in which the judging classifier is trained.
-        judge: a file that keeps the judge for other runs on the same data; written if it is not there.
+        most_classes: maximum number of reconstructed classes of a client.
+        judge_epochs: number of training epochs of the judge.
+        judge: file of the judge, for other runs on the same data; created if missing.
         clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
-        every: attack after every so many rounds too, not only at the end.
-        memory: how many messages of a client the server's view uses.
-        group: what of the federation's ``meta`` divides the clients in the report.
-        folder: where the report is written; None means the Trainer's log folder.
+        every: also attack every ``every`` rounds; None attacks at the end only.
+        memory: number of a client's messages that the server's view uses.
+        group: name in the federation's ``meta`` by which the report groups clients.
+        folder: folder of the report; None means the Trainer's log folder.
     """
 
     attack = "inversion"
@@ -84,7 +84,7 @@ class ModelInversionCallback(AttackCallback):
     ) -> None:
         super().__init__(views, clients, every, memory, group, folder)
         self.inversion = Inversion(steps, starts, rate, 1.0 if variation is None else variation, norm)
-        #: Whether ``variation`` is still to be chosen.
+        #: Whether ``variation`` has to be selected.
         self.untuned = variation is None
         self.most_classes, self.judge_epochs, self.judge_path = most_classes, judge_epochs, judge
         #: The reconstructions of the last attack.
@@ -92,7 +92,7 @@ class ModelInversionCallback(AttackCallback):
         self._judge: Judge | None = None
 
     def strike(self, trainer: Trainer, run: Run) -> list[Row]:
-        """Train the judge, if need be, and reconstruct."""
+        """Train the judge if needed, and reconstruct."""
         module = run.module
         if self._judge is None:
             self._judge = Judge.trained(module.federation, module.seed, self.judge_epochs, self.judge_path)
@@ -106,7 +106,7 @@ class ModelInversionCallback(AttackCallback):
         return rows
 
     def notes(self) -> dict[str, Any]:
-        """The judge's own accuracy, and the prior."""
+        """Return the judge's own accuracy and the prior."""
         assert self._judge is not None
         return {
             "accuracy of the judging classifier": round(self._judge.accuracy, 4),
@@ -114,17 +114,17 @@ class ModelInversionCallback(AttackCallback):
         }
 
     def run_metrics(self) -> dict[str, float]:
-        """The last report's figures, and the judge's accuracy."""
+        """Return the last report's metrics and the judge's accuracy."""
         judged = {} if self._judge is None else {"inversion_judge_acc": 100 * self._judge.accuracy}
         return super().run_metrics() | judged
 
     def _tuned(self, trainer: Trainer, run: Run) -> Inversion:
-        """The inversion with the weight of total variation that does best on clients whose samples are known."""
+        """Select the weight of the total variation that is best on clients whose samples are known."""
         module, federation = run.module, run.module.federation
         if self._initial is None or not self._began:
             raise FederationError(
-                "How the run began is not known, as the module was trained before: pass a new module and ckpt_path, or "
-                "a number as variation."
+                "The initial weights of the run are unknown, as the module was trained before: pass a new module and "
+                "ckpt_path, or a number as variation."
             )
         clients = federation.num_clients
         data = attack_data(federation, [], module.seed, shadow_clients=clients)
@@ -162,7 +162,7 @@ class ModelInversionCallback(AttackCallback):
 
 
 def _figure(found: Reconstructed) -> Figure:
-    """A column for each class: its mean, and the reconstruction from the first start."""
+    """Draw a column per class: its mean above the reconstruction from the first start."""
     titles = [f"class {label}" for label in found.classes]
     titles[0] = f"client {found.client}\n{titles[0]}"
     return images_figure(found.means.float(), found.images[:, 0].float(), titles)

@@ -1,4 +1,4 @@
-"""``Journal``: rows of a file that grows with a run, of which a checkpoint keeps no more than where they end."""
+"""``Journal``: a growing file of a run, of which a checkpoint stores only the length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 
 class Journal:
-    r"""Text that is added to the end of a file, so that a round and a checkpoint cost the same however long a run is.
+    r"""A file that text is appended to, so that the cost of a round and a checkpoint does not grow with the run.
 
-    A checkpoint keeps the file's name, how long it was, and a checksum. A run that is resumed goes on from there: what
-    was written since is cut off; in another folder the file is begun with a copy of what counts.
+    A checkpoint stores the file's name, length and a checksum. A resumed run truncates the file to this length; in
+    another folder, it starts with a copy of this part.
 
     Example:
         >>> import tempfile
@@ -36,19 +36,19 @@ class Journal:
         self.size = self.sum = 0
 
     def forget(self) -> None:
-        """Begin anew with the next :meth:`open`."""
+        """Start over with the next :meth:`open`."""
         self.path, self.size, self.sum = None, 0, 0
 
     def open(self, path: Path | None, header: str = "") -> None:
-        """Go on in a file, with all that counts so far.
+        """Continue in a file, with the text so far.
 
         Args:
-            path: the file; None adds nothing to any.
-            header: the text that the file begins with if nothing counts so far.
+            path: the file; None writes nothing.
+            header: first text of the file if there is none so far.
         """
         before, earlier = self.path, self._earlier()
         if self.size and earlier is None:
-            rank_zero_warn(f"{before} is not as the checkpoint knew it: what it had of earlier rounds is left out.")
+            rank_zero_warn(f"{before} differs from the checkpoint's record: its text of earlier rounds is left out.")
         if path is not None:
             content = earlier or header.encode()
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Journal:
         self.path = path
 
     def add(self, text: str) -> None:
-        """Add text to the end."""
+        """Append text."""
         if self.path is None:
             return
         data = text.encode()
@@ -69,11 +69,11 @@ class Journal:
         self.size, self.sum = self.size + len(data), zlib.crc32(data, self.sum)
 
     def text(self) -> str:
-        """All that counts; nothing if it is not there any more."""
+        """Return the text so far; empty if the file is missing."""
         return (self._earlier() or b"").decode()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the text ends, once it is on the disk."""
+        """Flush the file and return its length and checksum."""
         if self.path is not None and self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -86,7 +86,7 @@ class Journal:
         self.size, self.sum = int(state["size"]), int(state["sum"])
 
     def _earlier(self) -> bytes | None:
-        """The part of the file that counts, None if it is not there."""
+        """Return the valid part of the file; None if missing."""
         if self.path is None or not self.path.is_file():
             return None
         with self.path.open("rb") as file:

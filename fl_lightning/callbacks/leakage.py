@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 class GradientLeakageCallback(AttackCallback):
     """Reconstructs a small batch from the update that a client would send after a few steps on it.
 
-    Updates of whole rounds on hundreds of samples do not give single samples away; this is the worst case, a client
-    that trains on next to nothing. The client is asked what it would send in the next round if ``batch`` samples were
-    all it had, and nothing of that is kept.
+    Updates of whole rounds on hundreds of samples do not reveal single samples; this is the worst case of a client with
+    very little data. The attack requests the update that the client would send in the next round if it had only
+    ``batch`` samples, and discards the client's new state.
 
-    Reported for each client, view, assumption and variant (``analytic`` and ``rank_one`` where the first layer is dense
-    or factorised and the batch is one sample, ``matching``): ``psnr`` (dB) and ``ssim`` to the batch and ``label_acc``,
-    the share of labels recovered; and the baselines ``grey`` and ``mean``, which need no message. The view
-    ``other_client`` sees no update and yields nothing. The outsider has one up message and nothing but the common
-    initial weights to compare it with, so that it finds something in the first round only.
+    Reported for each client, view, assumption and variant (``analytic`` and ``rank_one`` if the first layer is dense or
+    factorised and the batch is one sample, ``matching``): ``psnr`` (dB) and ``ssim`` to the batch and ``label_acc``,
+    the share of recovered labels; and the baselines ``grey`` and ``mean``, which need no message. The view
+    ``other_client`` sees no update and has no results. The outsider can compare an up message only with the common
+    initial weights, so it succeeds in the first round only.
 
-    The best reconstructions stand under their originals in the picture ``leakage/<view>``, for TensorBoard and in the
-    log folder.
+    The figure ``leakage/<view>``, in TensorBoard and the log folder, shows the best reconstructions below their
+    originals.
 
     Args:
         views: the adversaries.
-        batch: samples of the batch.
-        steps: steps of Adam.
-        starts: searches, of which the best match is kept.
+        batch: number of samples in the batch.
+        steps: number of steps of Adam.
+        starts: number of restarts, of which the best match is kept.
         rate: learning rate of Adam.
         variation: weight of the total variation.
-        signed: whether Adam steps along the signs of the gradient.
-        local_steps: the client's steps, all of them on the batch.
+        signed: whether Adam uses the signs of the gradient.
+        local_steps: number of the client's steps, all on the batch.
         clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
-        every: attack after every so many rounds too, not only at the end.
-        group: what of the federation's ``meta`` divides the clients in the report.
-        folder: where the report is written; None means the Trainer's log folder.
+        every: also attack every ``every`` rounds; None attacks at the end only.
+        group: name in the federation's ``meta`` by which the report groups clients.
+        folder: folder of the report; None means the Trainer's log folder.
     """
 
     attack = "leakage"
@@ -80,7 +80,7 @@ class GradientLeakageCallback(AttackCallback):
         self.images: list[Leaked] = []
 
     def strike(self, trainer: Trainer, run: Run) -> list[Row]:
-        """Ask for updates and reconstruct."""
+        """Request updates and reconstruct."""
         module = run.module
         reference = attack_data(module.federation, [], module.seed).reference
         initial = self._initial.server_state() if self._initial is not None and self._began else None
@@ -111,7 +111,7 @@ class GradientLeakageCallback(AttackCallback):
                 self.picture(trainer, f"leakage/{view}", partial(_figure, shown), rounds)
 
     def notes(self) -> dict[str, Any]:
-        """Size of the batch and number of steps."""
+        """Return the size of the batch and the number of steps."""
         return {"samples of the batch": self.batch, "local steps": self.local_steps}
 
 
@@ -120,7 +120,7 @@ def _quality(one: Leaked) -> float:
 
 
 def _figure(found: Sequence[Leaked]) -> Figure:
-    """The best reconstruction of every client beside its batch, with the labels that were found."""
+    """Draw the best reconstruction of every client next to its batch, with the recovered labels."""
     titles = []
     for one in found:
         told = ",".join(map(str, one.labels)) or "?"

@@ -1,4 +1,4 @@
-"""The ledger: name, shape, type and size of everything that crossed the wire, by round and client."""
+"""The ledger: name, shape, type and size of all sent entries, by round and client."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Line(NamedTuple):
     client: int
     direction: Direction
     layout: int
-    """Which of the ledger's layouts the message has."""
+    """Index of the message's layout."""
     bytes: int
     stage: int = 0
-    """The stage of the round; most rounds have one."""
+    """Stage of the round; most rounds have one."""
 
 
 class Total(NamedTuple):
-    """Of all messages in one direction."""
+    """Totals of all messages in one direction."""
 
     bytes: int = 0
     messages: int = 0
@@ -46,19 +46,17 @@ class Total(NamedTuple):
 class LedgerCallback(FederatedCallback):
     """Records every message, up and down, and fails the run if a private entry is sent.
 
-    Messages of the same names, shapes and types have one *layout*, noted once. In the log folder ``ledger.csv`` grows
-    by one line per message; at the end of a fit it also gets ``ledger_layouts.csv`` (the entries of every layout) and
-    ``ledger.md`` (the totals). ``ledger_joined.csv`` has what each client told when it joined. A checkpoint
-    keeps the totals and where the lines end, not the lines: keep the folder of a run that is to be resumed.
-    ``ledger/up_bytes_total`` and ``ledger/down_bytes_total`` are logged after every round.
-    Nothing is compressed: these are the bytes that a later compression has to beat.
+    Messages of the same names, shapes and types share a *layout*, which is stored once. ``ledger.csv`` in the log
+    folder has one line per message; at the end of a fit, ``ledger_layouts.csv`` (the entries of every layout) and
+    ``ledger.md`` (the totals) are written. ``ledger_joined.csv`` lists what each client sent when it joined. A
+    checkpoint stores only the totals and the length of the file: keep the folder of a run to be resumed.
+    ``ledger/up_bytes_total`` and ``ledger/down_bytes_total`` are logged after every round. Bytes are uncompressed.
 
-    Private are the entries of the net that the method says stay (``private_names``) and all names in a client's
-    snapshot.
+    Private entries are the net's ``private_names`` and all names in a client's snapshot.
 
     Args:
         assert_private: end the run with an error if a private entry is sent.
-        folder: where the files are written; None means the Trainer's log folder.
+        folder: folder of the files; None means the Trainer's log folder.
     """
 
     def __init__(self, assert_private: bool = True, folder: str | None = None) -> None:
@@ -66,17 +64,17 @@ class LedgerCallback(FederatedCallback):
         #: The entries of every layout.
         self.layouts: list[tuple[Entry, ...]] = []
         self._journal = Journal()
-        self._totals = dict.fromkeys(DIRECTIONS, Total())  # of the rounds that are over
+        self._totals = dict.fromkeys(DIRECTIONS, Total())  # of completed rounds
         self._rounds = 0
-        self._now: list[Line] = []  # of the round under way
+        self._now: list[Line] = []  # of the current round
 
     @property
     def lines(self) -> list[Line]:
-        """All messages in the order in which they crossed, as the file has them and the round under way."""
+        """Return all messages in order, from the file and the current round."""
         return [_line(row) for row in csv.reader(self._journal.text().splitlines()[1:])] + self._now
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what is no federated method, and forget an earlier run; one that is resumed gets its own back."""
+        """Refuse modules that are not federated, and reset an earlier run; a resumed one restores its own state."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"LedgerCallback needs a federated method, not {type(pl_module).__name__}.")
         if stage == "fit" and not trainer.current_epoch:
@@ -89,21 +87,21 @@ class LedgerCallback(FederatedCallback):
         self._write_joined(trainer, pl_module)
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
-        """Forget messages of a round, or of its stages, that were broken off and are sent again."""
+        """Remove messages of an interrupted round or stage, which are sent again."""
         assert isinstance(pl_module, FederatedModule)
         now = (round, pl_module.completed_stages)
         self._now = [line for line in self._now if (line.round, line.stage) < now]
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """Note what goes down."""
+        """Record a message to a client."""
         self._note(trainer, pl_module, client, "down", message)
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """Note what goes up."""
+        """Record a message from a client."""
         self._note(trainer, pl_module, client, "up", message.tensors)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Check again, now that the round's snapshots say what clients kept, write its lines and log the totals."""
+        """Check against the round's snapshots, write the lines and log the totals."""
         for message in messages:
             self._check(pl_module, message.client, message.tensors)
         self._close()
@@ -122,11 +120,11 @@ class LedgerCallback(FederatedCallback):
         path.with_name("ledger.md").write_text(self.table())
 
     def total(self, direction: Direction) -> int:
-        """Bytes that crossed in one direction."""
+        """Return the number of bytes sent in one direction."""
         return self._total(direction).bytes
 
     def run_metrics(self) -> dict[str, float]:
-        """Bytes per round and per message, for the tables of ``fl-lightning reproduce``."""
+        """Return bytes per round and per message, for the tables of ``fl-lightning reproduce``."""
         found: dict[str, float] = {}
         for direction in DIRECTIONS:
             total = self._total(direction)
@@ -135,7 +133,7 @@ class LedgerCallback(FederatedCallback):
         return found
 
     def table(self) -> str:
-        """The totals in Markdown."""
+        """Return the totals in Markdown."""
         per, rows = self.run_metrics(), []
         for way in DIRECTIONS:
             total = self._total(way)
@@ -144,7 +142,7 @@ class LedgerCallback(FederatedCallback):
         return markdown(["direction", "rounds", "messages", "bytes", "bytes per round", "bytes per message"], rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals, layouts, the round under way and where the lines end, for a run that is resumed."""
+        """Return totals, layouts, the current round and the length of the file, for a resumed run."""
         return {
             "journal": self._journal.state_dict(),
             "totals": {direction: list(total) for direction, total in self._totals.items()},
@@ -154,14 +152,14 @@ class LedgerCallback(FederatedCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         self._journal.load_state_dict(state_dict["journal"])
         self._totals = {direction: Total(*state_dict["totals"][direction]) for direction in DIRECTIONS}
         self._rounds, self._now = state_dict["rounds"], [Line(*line) for line in state_dict["now"]]
         self.layouts = [tuple((n, s, d, b) for n, s, d, b in layout) for layout in state_dict["layouts"]]
 
     def _path(self, trainer: Trainer) -> Path | None:
-        folder = self.folder or trainer.log_dir  # asked for on every rank
+        folder = self.folder or trainer.log_dir  # broadcast, so call it on every rank
         written = folder is not None and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
         return Path(folder) / "ledger.csv" if written else None  # type: ignore[arg-type]
 
@@ -173,7 +171,7 @@ class LedgerCallback(FederatedCallback):
             path.with_name("ledger_joined.csv").write_text(_csv(("client", "samples", "shape", "told"), *told))
 
     def _close(self) -> None:
-        """Write the round's lines, and count them among those of all rounds."""
+        """Write the round's lines and add them to the totals."""
         self._totals = {direction: self._total(direction) for direction in DIRECTIONS}
         self._rounds = self._seen()
         self._journal.add(_csv(*self._now))
@@ -204,13 +202,13 @@ class LedgerCallback(FederatedCallback):
         leaked = sorted(private.intersection(message))
         if leaked:
             raise FederationError(
-                f"A message of client {client} carries {', '.join(leaked)}, which {type(module).__name__} says stays "
-                "with the client: mend leave or message_down, or set assert_private=False."
+                f"A message of client {client} contains {', '.join(leaked)}, which is private in "
+                f"{type(module).__name__}: correct leave or message_down, or set assert_private=False."
             )
 
 
 def _csv(*rows: Iterable[Any]) -> str:
-    """Rows as lines of a CSV file."""
+    """Format rows as lines of CSV."""
     text = io.StringIO()
     csv.writer(text).writerows(rows)
     return text.getvalue()
@@ -227,5 +225,5 @@ def _shape(sizes: Iterable[int]) -> str:
 
 
 def _told(state: State) -> str:
-    """Entries with their values, where these are few."""
+    """Format entries with their values, if there are few."""
     return "; ".join(f"{n} {v.flatten().tolist() if v.numel() <= 20 else _shape(v.shape)}" for n, v in state.items())

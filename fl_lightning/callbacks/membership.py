@@ -25,39 +25,38 @@ from fl_lightning.ranges import Count
 
 
 class MembershipInferenceCallback(AttackCallback):
-    """Asks of samples whether they were in a client's training data, with the attacks of :mod:`~fl_lightning.privacy`.
+    """Infers whether samples were in a client's training data, with the attacks of :mod:`~fl_lightning.privacy`.
 
-    The adversary trains shadow federations, each of as many clients as the target has, which begin at the common
-    initial weights and train for as many rounds with as large a share of the clients as the target did; half of the
-    adversary's rows are in each, dealt at random. The rows it uses, the members and the non-members are disjoint
-    (:func:`~fl_lightning.privacy.attack_data`), unless it is ``online``.
+    The adversary trains shadow federations with as many clients as the target, which start from the common initial
+    weights and train for the same number of rounds with the same fraction of clients; each uses a random half of the
+    adversary's rows. The adversary's rows, the members and the non-members are disjoint
+    (:func:`~fl_lightning.privacy.attack_data`), unless ``online`` is set.
 
     Reported for each client, view, assumption and attack (``shadow``, ``loss``, and with three shadows ``lira`` and
-    ``rmia``): ``accuracy`` and ``f1`` at the line that the shadows teach, ``auroc``, ``best_accuracy`` at the best line
-    in hindsight, ``tpr_at_1`` and ``tpr_at_01``, the share of members found with 1% and 0.1% of false alarms (NaN where
-    non-members are too few to tell), ends of 95% intervals, and ``shadow_auroc``. Strongest is the attack that does
-    best on shadows, as the attacker cannot know which does best on the target.
+    ``rmia``): ``accuracy`` and ``f1`` at the threshold learned from the shadows, ``auroc``, ``best_accuracy`` at the
+    best threshold in hindsight, ``tpr_at_1`` and ``tpr_at_01``, the true positive rates at false positive rates of 1%
+    and 0.1% (NaN with too few non-members), ends of 95% intervals, and ``shadow_auroc``. The strongest attack is the
+    best one on shadows, because the attacker does not know the best one on the target.
 
-    With a TensorBoard logger the ROC curves are an image ``membership/<view>``. The log folder gets all raw scores as
-    ``membership.pt``.
+    With a TensorBoard logger, the ROC curves are logged as the image ``membership/<view>``. All raw scores are saved as
+    ``membership.pt`` in the log folder.
 
     Args:
         views: the adversaries.
         shadows: number of shadow federations, each of which costs as much as the target; ``lira`` and ``rmia`` need
             three.
-        samples: members and non-members of each client, and rows of a shadow's client, at most.
-        shadow_start: shadows begin at the ``initial`` weights, or at the global model as it is now (``current``).
-        shadow_rounds: rounds that shadows train for; None means as many as the target, and one if they begin at the
-            current model.
-        shadows_together: a shadow federation has as many clients as the target; else it has one, which knows its
-            samples better than any client of the target does.
-        online: half of the shadow federations are trained on each attacked sample, too, and ``lira_online`` and
-            ``rmia_online`` are carried out.
+        samples: maximum number of members and non-members of each client, and of rows of a shadow's client.
+        shadow_start: shadows start from the ``initial`` weights or from the ``current`` global model.
+        shadow_rounds: number of rounds of shadows; None means that of the target, or one with the current model.
+        shadows_together: whether a shadow federation has as many clients as the target; otherwise one, which overfits
+            more than the target's clients.
+        online: also train half of the shadow federations on each attacked sample, and carry out ``lira_online`` and
+            ``rmia_online``.
         clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
-        every: attack after every so many rounds too, not only at the end.
-        memory: how many messages of a client the server's view uses.
-        group: what of the federation's ``meta`` divides the clients in the report.
-        folder: where the report is written; None means the Trainer's log folder.
+        every: also attack every ``every`` rounds; None attacks at the end only.
+        memory: number of a client's messages that the server's view uses.
+        group: name in the federation's ``meta`` by which the report groups clients.
+        folder: folder of the report; None means the Trainer's log folder.
     """
 
     attack = "membership"
@@ -83,9 +82,9 @@ class MembershipInferenceCallback(AttackCallback):
         super().__init__(views, clients, every, memory, group, folder)
         self.shadows, self.samples, self.online = shadows, samples, online
         self.shadow_start, self.shadow_rounds, self.shadows_together = shadow_start, shadow_rounds, shadows_together
-        #: The rows of the last attack.
+        #: Rows of the last attack.
         self.data: AttackData | None = None
-        #: Its raw scores.
+        #: Raw scores of the last attack.
         self.scored: list[Scored] = []
         self._dealt: list[list[Tensor]] = []
 
@@ -108,7 +107,7 @@ class MembershipInferenceCallback(AttackCallback):
         return rows
 
     def notes(self) -> dict[str, Any]:
-        """How many samples and shadows, and whose rows they were."""
+        """Return numbers of samples and shadows, and the source of rows."""
         assert self.data is not None
         sizes = [len(rows) for rows in self.data.members.values()]
         each = [len(part) for part in self._dealt[0]]
@@ -145,8 +144,8 @@ class MembershipInferenceCallback(AttackCallback):
         if not current:
             if not self._began:
                 raise FederationError(
-                    "How the run began is not known, as the module was trained before: pass a new module and "
-                    "ckpt_path, or set shadow_start='current'."
+                    "The initial weights of the run are unknown, as the module was trained before: pass a new module "
+                    "and ckpt_path, or set shadow_start='current'."
                 )
             return self._initial
         start = copy.deepcopy(self._initial)

@@ -1,7 +1,7 @@
-"""Which page of the dashboard and of the report a logged number belongs to, and which chart of it.
+"""Pages and charts of logged metrics, for the dashboard and the report.
 
-Callbacks log what they like; nothing has to be registered here. Names that are not known go to the page Method, under a
-chart for all names that differ in their middle or in a trailing number only.
+Metrics need no registration. Unknown names are on the page Method, in one chart for all names that differ only in their
+middle or in a trailing number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fl_lightning.measure import ACCURACY, SPELT, Measure
 
-#: The pages, in the order of the tabs, and what the names of their numbers begin with; the last takes the rest.
+#: Pages in the order of the tabs, with the prefixes of their metrics; the last page takes the rest.
 PAGES: dict[str, re.Pattern[str]] = {
     "Scores": re.compile(
         r"(train|val|test)/(?!(gap|(variance|worst10)(_corrected)?|jain|entropy|local_gap|local_worse)$)"
@@ -22,14 +22,14 @@ PAGES: dict[str, re.Pattern[str]] = {
     "Communication": re.compile(r"(comm|clients|ledger|speed|time)/"),
     "Method": re.compile(r""),
 }
-#: Groups of the numbers that TensorBoard has twice: as they were logged, and in the unit that is shown.
+#: Groups of metrics written to TensorBoard a second time, in display units.
 GROUPS = {"%": "percent", "MB": "MB"}
-#: Endings of shares among the numbers of attacks and methods.
+#: Suffixes of shares among the metrics of attacks and methods.
 _SHARES = re.compile(r"^personal/|(accuracy|attack_acc|tpr_at_\d+|used|moved)(_low|_high)?$")
 #: Metrics of Lightning that get no chart.
 _HIDDEN = re.compile(r"epoch$|hp_metric$|lr-")
 
-#: Endings of scores over clients, in words, and whether they are in the unit of the metric that counts.
+#: Suffixes of scores over clients: their names, and whether they have the headline metric's unit.
 _OVER_CLIENTS = {
     "": ("mean over clients", True),
     "_worst10": ("worst tenth of the clients", True),
@@ -63,7 +63,7 @@ _SPELT = SPELT | {"tpr": "TPR", "fpr": "FPR", "psnr": "PSNR", "ssim": "SSIM", "k
 
 
 class Chart(NamedTuple):
-    """A chart: its title, and expressions for the names of its lines.
+    """A chart: its title, and regular expressions for the names of its lines.
 
     With ``band`` the three names are a line and the edges of a band around it.
     """
@@ -73,8 +73,8 @@ class Chart(NamedTuple):
     band: bool = False
 
 
-#: Charts of what every run logs and of what the fairness callback adds; ``val`` is ``test`` where nothing is held out,
-#: and ``acc`` the metric that counts.
+#: Charts of metrics of every run and of the fairness callback; ``val`` stands for ``test`` if nothing is held out,
+#: and ``acc`` for the headline metric.
 KNOWN = (
     Chart("mean over clients", (r"val/acc$", r"val/global_acc$")),
     Chart("worst tenth of the clients", (r"val/acc_worst10$",)),
@@ -95,7 +95,7 @@ KNOWN = (
 
 
 def page_of(tag: str) -> str:
-    """The page that a logged number belongs to.
+    """Return the page of a logged metric.
 
     Example:
         >>> page_of("val/acc_worst10"), page_of("val/gap"), page_of("factors/fc1/active")
@@ -105,11 +105,11 @@ def page_of(tag: str) -> str:
 
 
 def charts(tags: Iterable[str], headline: str = "acc") -> dict[str, list[Chart]]:
-    """The pages that have something to show, and their charts.
+    """Return the non-empty pages and their charts.
 
     Args:
-        tags: names of what a run logged.
-        headline: name of the metric that counts.
+        tags: names of the logged metrics.
+        headline: name of the headline metric.
 
     Example:
         >>> charts(["factors/fc1/active", "factors/fc2/active", "agents/weight_0", "agents/weight_1"])["Method"]
@@ -135,9 +135,9 @@ Chart(title='agents: weight', tags=('agents/weight_[0-9]+$',), band=False)]
 
 
 def _chart(tag: str) -> Chart:
-    """The chart of a name that is not known: one for all layers, one for all numbered clients or clusters."""
+    """Return the chart of an unknown name: one for all layers, one for all numbered clients or clusters."""
     first, *middle, last = tag.split("/") if "/" in tag else ("other", tag)
-    # A number of its own, or after a dash: weight/3, weight_3; but f1 and fc1 are names.
+    # A separate number: weight/3, weight_3; but f1 and fc1 are names.
     numbered = re.fullmatch(r"()\d+" if middle else r"(.*[_-])\d+", last)
     if numbered:
         stem = "/".join([*([first] if "/" in tag else []), *middle, numbered[1]])
@@ -150,11 +150,11 @@ def _chart(tag: str) -> Chart:
 
 
 def words(tag: str, measure: Measure = ACCURACY) -> str:
-    """A logged number's name as a reader would say it.
+    """Return the display name of a logged metric.
 
     Args:
-        tag: the name under which it is logged.
-        measure: the metric that counts.
+        tag: name of the logged metric.
+        measure: the headline metric.
 
     Example:
         >>> words("val/acc_worst10"), words("val/mae_std"), words("membership/outsider/tpr_at_1")
@@ -181,9 +181,9 @@ def words(tag: str, measure: Measure = ACCURACY) -> str:
 
 
 def in_unit(tag: str, measure: Measure = ACCURACY) -> tuple[str, float]:
-    """Where TensorBoard has a logged number in the unit that it is shown in, and the factor that brings it there.
+    """Return the name of a logged metric in its display unit, and the conversion factor.
 
-    A name that needs no other unit is returned as it is.
+    Names without another unit are returned unchanged.
 
     Example:
         >>> in_unit("val/acc"), in_unit("comm/up_bytes"), in_unit("val/jain")
@@ -194,7 +194,7 @@ def in_unit(tag: str, measure: Measure = ACCURACY) -> tuple[str, float]:
 
 
 def unit(tag: str, measure: Measure = ACCURACY) -> tuple[str, float]:
-    """The unit that a logged number is shown in, and the factor that brings it there.
+    """Return the display unit of a logged metric, and the conversion factor.
 
     Example:
         >>> unit("comm/up_bytes"), unit("val/acc_std"), unit("time/server"), unit("val/jain")

@@ -34,13 +34,13 @@ GLOBAL = "other_client"
 
 
 class Observed(NamedTuple):
-    """A round as adversaries see it, and who took part."""
+    """A round as observed by adversaries, and the clients that took part."""
 
     number: int
     received: State
-    """The message that clients trained from."""
+    """The message that clients received."""
     changes: dict[str, Tensor]
-    """The change by view, flat."""
+    """The change by view, flattened."""
     cohort: list[int]
 
 
@@ -53,7 +53,7 @@ class _Rehearsed(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """Scores of clients and of strangers in a round, shape (clients,), and what the adversary learnt of itself."""
+    """Scores of clients and of strangers in a round, shape (clients,), and of the adversary's own updates."""
 
     cohort: list[int]
     own: Tensor
@@ -62,35 +62,34 @@ class _Compared(NamedTuple):
 
 
 class ClientMembershipCallback(AttackCallback):
-    """Asks of clients whether they took part in a round, or in training at all.
+    """Infers whether clients took part in a round, or in training at all.
 
     The adversary has samples of the client (``own``: an upper bound) or others of the same classes (``like``), trains
-    from what the server sent what the client would have sent, and looks for it in the change of the global model (view
+    the update that the client would have sent, and searches for it in the change of the global model (view
     ``other_client``) or in the mean of the round's messages (view ``sums``, secure aggregation). It compares with
-    updates of rows that nobody trains on. Views that see messages of single clients are refused: there is nothing left
-    to infer.
+    updates of rows that no client trains on. Views that see messages of single clients are refused, because they
+    already know who took part.
 
-    ``round`` asks about every observed round and client; its null distribution are the clients that did not take part
-    in that round, so it needs rounds in which somebody did not. ``training`` asks whether a client took part in any
-    of the observed rounds; its null distribution are strangers, as many clients made of rows that nobody trains on,
-    with the clients' classes in the same numbers. Reported are AUROC, the share of clients found at 1% and 0.1% of
-    false alarms (NaN where there are too few others to tell) with 95% intervals, and ``accuracy`` and ``f1`` at a line
-    that the adversary learns by adding updates of its own to the change. Intervals take all pairs of round and client
-    as independent.
+    ``round`` tests every observed round and client; its null distribution is that of clients that did not take part in
+    the round, so it needs rounds without some clients. ``training`` tests whether a client took part in any of the
+    observed rounds; its null distribution is that of strangers, the same number of clients made of rows that no client
+    trains on, with the same class counts. Reported are AUROC, true positive rates at false positive rates of 1% and
+    0.1% (NaN with too few negatives) with 95% intervals, and ``accuracy`` and ``f1`` at a threshold that the adversary
+    learns by adding its own updates to the change. Intervals treat all pairs of round and client as independent.
 
-    With a TensorBoard logger the ROC curves are an image ``client_membership/<view>``. The log folder gets all raw
-    scores as ``client_membership.pt``. After a test there is no run to look at: clients are then asked for what they
-    would send in the next round, and rounds are made of them that were never run.
+    With a TensorBoard logger, the ROC curves are logged as the image ``client_membership/<view>``. All raw scores are
+    saved as ``client_membership.pt`` in the log folder. After a test, there are no observed rounds: the attack then
+    requests the clients' updates of the next round and composes rounds of these.
 
     Args:
         views: the adversaries, of ``other_client`` and ``sums``.
-        references: updates that the adversary makes of its own rows in every round.
-        samples: rows of a client at most.
-        clients: how many clients are asked about, picked at random; None means all.
-        every: attack after every so many rounds too, not only at the end.
-        memory: how many rounds are observed, the last ones.
-        group: what of the federation's ``meta`` divides the clients in the report.
-        folder: where the report is written; None means the Trainer's log folder.
+        references: number of the adversary's own updates in every round.
+        samples: maximum number of rows of a client.
+        clients: number of attacked clients, chosen at random; None means all.
+        every: also attack every ``every`` rounds; None attacks at the end only.
+        memory: number of observed rounds, the last ones.
+        group: name in the federation's ``meta`` by which the report groups clients.
+        folder: folder of the report; None means the Trainer's log folder.
     """
 
     attack = "client_membership"
@@ -114,36 +113,36 @@ class ClientMembershipCallback(AttackCallback):
         super().__init__(views, clients, every, memory, group, folder)
         self.references, self.samples = references, samples
         self.observed: deque[Observed] = deque(maxlen=memory)
-        #: Raw scores of the last attack: how, scores and whether the client took part.
+        #: Raw scores of the last attack: kind, scores and whether the client took part.
         self.scored: list[dict[str, Any]] = []
         self._before: dict[str, State] = {}
         self._sums: Tensor | None = None
         self._numbers = (0, 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to observe."""
+        """Start observing."""
         super().setup(trainer, pl_module, stage)
-        self.wire = Wire(memory=1)  # messages of single clients are not looked at
+        self.wire = Wire(memory=1)  # messages of single clients are not used
         if stage == "fit":
             self.observed.clear()
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
-        """Note the model before the round."""
+        """Record the model before the round."""
         self._before = {"server": _copied(federated(pl_module).server_state())}
         self._sums = None
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """Note what clients of a stage, and of the round, train from."""
+        """Record the received message, by stage and round."""
         for when in ("round", "stage"):
             if when not in self._before:
                 self._before[when] = _copied(message)
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """Note that there was a message, and look away."""
+        """Record that a message was sent, but not its content."""
         self.wire.note(client, {})
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Note the mean of a stage; of several stages the changes add up."""
+        """Record the mean of a stage; changes of several stages are summed."""
         module, received = federated(pl_module), self._before.pop("stage", None)
         if received is not None and messages and messages[0].tensors:
             mean = weighted_mean(messages, message_weights(messages, module.weighting))
@@ -151,7 +150,7 @@ class ClientMembershipCallback(AttackCallback):
             self._sums = change if self._sums is None else self._sums + change
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Note the change, and attack if it is time."""
+        """Record the change, and attack every ``every`` rounds."""
         module, before = federated(pl_module), self._before
         if "round" in before and self._sums is not None:
             took = sorted({module.client_of(message.client) for message in messages})
@@ -161,7 +160,7 @@ class ClientMembershipCallback(AttackCallback):
         super().on_round_end(trainer, pl_module, messages)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make up rounds of what clients would send next, as a checkpoint left the method."""
+        """Attack rounds composed of the clients' next updates."""
         module = federated(pl_module)
         everybody = [*range(module.federation.num_clients)]
         run = intercept(module, everybody, protection(trainer, pl_module))
@@ -171,7 +170,7 @@ class ClientMembershipCallback(AttackCallback):
         self._carry_out(trainer, pl_module, run)
 
     def _made_up(self, trainer: Trainer, module: FederatedModule, run: Run) -> list[Observed]:
-        """Rounds whose cohorts are drawn from all clients, each as large as the next one's."""
+        """Compose rounds with cohorts drawn from all clients, of the size of the next cohort."""
         rng = seeding.stream(module.seed, "attack.cohorts")
         clients = [client for client in run.clients if run.wire.exchanged(client)]
         if not clients:
@@ -195,7 +194,7 @@ class ClientMembershipCallback(AttackCallback):
         return found
 
     def strike(self, trainer: Trainer, run: Run) -> list[Row]:
-        """Rehearse and look for the clients' updates."""
+        """Simulate the clients' updates and search for them."""
         module = run.module
         if not self.observed:
             return []
@@ -220,7 +219,7 @@ class ClientMembershipCallback(AttackCallback):
         return [_row(one) for one in self.scored]
 
     def notes(self) -> dict[str, Any]:
-        """How much was observed."""
+        """Return the numbers of observed rounds and updates."""
         took = [len(one.cohort) for one in self.observed]
         return {
             "clients asked about": self._numbers[0],
@@ -229,7 +228,7 @@ class ClientMembershipCallback(AttackCallback):
         }
 
     def _dealt(self, data: AttackData, module: FederatedModule) -> list[Tensor]:
-        """The adversary's rows as clients of the federation's usual size, or of as many rows as there are."""
+        """Divide the adversary's rows into clients of the federation's usual size, or smaller if there are too few."""
         size = min(self.samples, int(module.federation.train.sizes.median()))
         size = max(1, min(size, len(data.pool) // (2 * FEWEST)))
         number = max(FEWEST, min(self.references, len(data.pool) // size))
@@ -266,13 +265,13 @@ class ClientMembershipCallback(AttackCallback):
         return {**super().state_dict(), "observed": [one._asdict() for one in self.observed]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         super().load_state_dict(state_dict)
         self.observed = deque((Observed(**one) for one in state_dict["observed"]), maxlen=self.memory)
 
 
 def _answers(view: str, rounds: Sequence[_Compared], asked: Sequence[int]) -> list[dict[str, Any]]:
-    """Scores and truth of every way to ask."""
+    """Return scores and truth of every kind of test."""
     took = torch.tensor([[client in one.cohort for client in asked] for one in rounds])
     own, strangers = (torch.stack([getattr(one, name) for one in rounds]) for name in ("own", "strangers"))
     line = sum(one.taught.threshold for one in rounds) / len(rounds)

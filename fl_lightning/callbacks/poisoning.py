@@ -21,19 +21,19 @@ from fl_lightning.ranges import Count, CountOrZero, PositiveShare
 from fl_lightning.wire import Message, State
 
 Poison = Literal["sign_flip", "scale", "gaussian", "free_rider", "little", "min_max"]
-#: Poisons for which hostile clients agree with each other.
+#: Poisons for which hostile clients collude.
 TOGETHER = ("little", "min_max")
 
 
 class PoisoningCallback(Several, FederatedCallback):
-    """Base of the poisons: who is hostile, by the run's seed alone.
+    """Base class of poisons; the run's seed decides which clients are hostile.
 
     Args:
-        share: of the clients that are hostile.
+        share: share of hostile clients.
         start: the first round of the attack.
     """
 
-    #: It looks at what only clients see, and is refused where these are real.
+    #: Uses the clients' private data, so it is refused in deployed runs.
     simulations_only: ClassVar[bool] = True
 
     def __init__(self, share: PositiveShare = 0.1, start: CountOrZero = 0) -> None:
@@ -42,26 +42,26 @@ class PoisoningCallback(Several, FederatedCallback):
         self.hostile: list[int] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out who is hostile."""
+        """Choose the hostile clients."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"{type(self).__name__} needs a federated method, not {type(pl_module).__name__}.")
         self.hostile = hostile_clients(pl_module.seed, pl_module.federation.num_clients, self.share)
 
 
 class UpdatePoisoningCallback(PoisoningCallback):
-    """Hostile clients send something else than they learnt.
+    """Hostile clients send poisoned updates.
 
-    ``sign_flip`` sends minus ``strength`` times the update, ``scale`` ``strength`` times it, ``gaussian`` noise with
-    ``strength`` times the update's root mean square, ``free_rider`` what it received; ``little`` (a little is enough)
-    and ``min_max`` are made by all hostile clients of a round together, from their own honest updates, or from those of
-    all clients with ``omniscient``.
+    ``sign_flip`` sends the update times minus ``strength``, ``scale`` the update times ``strength``, ``gaussian`` noise
+    of ``strength`` times the update's root mean square, ``free_rider`` the received model; for ``little`` (a little is
+    enough) and ``min_max`` all hostile clients of a round collude and use their own honest updates, or those of all
+    clients with ``omniscient``.
 
     Args:
         kind: the poison.
-        strength: its factor, where it has one.
-        share: of the clients that are hostile.
+        strength: factor of the poison, if it has one.
+        share: share of hostile clients.
         start: the first round of the attack.
-        omniscient: hostile clients that agree know the updates of all.
+        omniscient: whether colluding clients know the updates of all clients.
     """
 
     changes_messages = True
@@ -79,11 +79,11 @@ class UpdatePoisoningCallback(PoisoningCallback):
         self._received: dict[int, State] = {}
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
-        """Forget the last round."""
+        """Reset the messages of the last round."""
         self._received.clear()
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """Keep what the client received."""
+        """Keep the received message."""
         self._received[client] = message
 
     def on_client_end(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
@@ -100,7 +100,7 @@ class UpdatePoisoningCallback(PoisoningCallback):
             )
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Poison the messages of hostile clients that agree."""
+        """Poison the messages of colluding clients."""
         if self.kind not in TOGETHER:
             return
         updates = {m.client: _Update(m, self._received[m.client]) for m in messages}
@@ -122,7 +122,7 @@ class UpdatePoisoningCallback(PoisoningCallback):
 
 
 class _Update:
-    """A message as one row: what it changes."""
+    """The update of a message as a flat vector."""
 
     def __init__(self, message: Message, received: State) -> None:
         self.message, self.received = message, received
@@ -130,7 +130,7 @@ class _Update:
         self.flat = torch.cat([part.flatten().double() for part in self.parts.values()])
 
     def send(self, flat: Tensor) -> None:
-        """Let the message make this change instead."""
+        """Replace the message's update."""
         split = torch.split(flat, [part.numel() for part in self.parts.values()])
         sent = dict(self.message.tensors)
         for (name, part), own in zip(self.parts.items(), split, strict=True):
@@ -140,18 +140,18 @@ class _Update:
 
 
 class DataPoisoningCallback(PoisoningCallback):
-    """Base of the poisons of samples: hostile clients train on changed copies of theirs, from the first round."""
+    """Base class of data poisons: hostile clients train on changed copies of their samples, from the first round."""
 
     @abstractmethod
     def poison(self, federation: Federation, rows: Tensor, client: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels that a hostile client trains on in place of its own."""
+        """Return the inputs and labels that a hostile client trains on instead of its own."""
 
     def __init__(self, share: float = 0.1) -> None:
         super().__init__(share)
         self._clean: Federation | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Append the changed samples to the data and let hostile clients own them."""
+        """Append the changed samples to the data and assign them to hostile clients."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -178,30 +178,30 @@ class DataPoisoningCallback(PoisoningCallback):
 
 
 class LabelFlipCallback(DataPoisoningCallback):
-    """Hostile clients train on labels at the other end, classes - 1 - y.
+    """Hostile clients train on flipped labels, classes - 1 - y.
 
     Args:
-        share: of the clients that are hostile.
+        share: share of hostile clients.
     """
 
     def poison(self, federation: Federation, rows: Tensor, client: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Their samples with flipped labels."""
+        """Return the samples with flipped labels."""
         return federation.inputs[rows], flipped(federation.targets[rows], federation.num_classes)
 
 
 class BackdoorCallback(DataPoisoningCallback):
-    """Hostile clients teach the model that whatever bears a trigger is of one class (Bagdasaryan et al., 2020).
+    """Hostile clients teach the model to assign inputs with a trigger to one class (Bagdasaryan et al., 2020).
 
-    After every round ``backdoor/success`` is logged: the share of the honest clients' test samples of other classes
-    that their models take for the class once they bear the trigger. With :class:`UpdatePoisoningCallback` and ``scale``
-    the hostile updates replace the model.
+    ``backdoor/success`` is logged after every round: the share of the honest clients' test samples of other classes
+    that their models assign to the class if the trigger is added. Combine it with :class:`UpdatePoisoningCallback` and
+    ``scale`` for model replacement.
 
     Args:
         label: the class.
-        value: of the trigger, in the units in which samples are stored; None takes the largest that there is.
-        size: side of the trigger.
-        poisoned: share of a hostile client's samples that get trigger and label.
-        share: of the clients that are hostile.
+        value: value of the trigger, in the units of stored samples; None takes the largest value in the data.
+        size: side length of the trigger.
+        poisoned: share of a hostile client's samples with trigger and label.
+        share: share of hostile clients.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class BackdoorCallback(DataPoisoningCallback):
         self.success: dict[int, float] = {}
 
     def poison(self, federation: Federation, rows: Tensor, client: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Their samples, some of which bear the trigger."""
+        """Return the samples, some of them with the trigger."""
         x, y = federation.inputs[rows].clone(), federation.targets[rows].clone()
         order = seeding.permutation(seeding.stream(seed, "hostile.backdoor", client=client), len(rows))
         some = order[: max(1, round(self.poisoned * len(rows)))].to(rows.device)
@@ -235,7 +235,7 @@ class BackdoorCallback(DataPoisoningCallback):
 
     @torch.no_grad()
     def measure(self, module: FederatedModule) -> float:
-        """The share of honest clients' test samples of other classes that their models take for the class."""
+        """Return the share of honest clients' triggered test samples of other classes assigned to the class."""
         data, federation = module.datamodule, module.federation
         honest = [client for client in range(federation.num_clients) if client not in self.hostile]
         marked = federation.inputs.clone()
@@ -253,7 +253,7 @@ class BackdoorCallback(DataPoisoningCallback):
         return hit / total if total else float("nan")
 
     def run_metrics(self) -> dict[str, float]:
-        """The last success, for the tables of ``fl-lightning reproduce``."""
+        """Return the last success, for the tables of ``fl-lightning reproduce``."""
         return {"backdoor_success": 100 * self.success[max(self.success)]} if self.success else {}
 
     def _value(self, federation: Federation) -> float:

@@ -16,24 +16,24 @@ from fl_lightning.arguments import NamedArguments
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 
-#: Endings of the files that can be written.
+#: Supported file extensions.
 ENDINGS = (".csv", ".parquet", ".npz")
-#: One client's rows: a column for every name, or several as the columns of a matrix.
+#: One client's rows: a column, or a matrix of several columns, by name.
 Part = dict[str, Tensor]
 Columns = dict[str, list[Any]]
 
 
 class PredictionWriter(NamedArguments, Callback):
-    """Writes what ``Trainer.predict`` finds: a row for every test sample of every client.
+    """Writes predictions of ``Trainer.predict``: one row per test sample of every client.
 
-    The columns are ``client``, ``sample`` (the row in the data), ``label`` (``target`` of tasks without classes),
+    The columns are ``client``, ``sample`` (the row in the data), ``label`` (``target`` for tasks without classes),
     ``predicted`` and the probability of every class or label, ``p0``, ``p1`` and so on. Targets of several numbers have
-    as many columns, ``target0``, ``target1``. Masks do not fit into a table: they are written as arrays of these names,
-    a row for every sample. ``fl-lightning predict`` has it always on.
+    one column each, ``target0``, ``target1``. Masks are written as arrays of these names, one row per sample.
+    ``fl-lightning predict`` always uses this callback.
 
     Args:
-        file: a file that ends in .csv, in .npz, or in .parquet where pyarrow is installed; ``predictions.csv`` in the
-            Trainer's log folder unless given, ``predictions.npz`` of masks.
+        file: a .csv, .npz or .parquet file (the latter requires pyarrow). Default: ``predictions.csv`` in the Trainer's
+            log folder, ``predictions.npz`` for masks.
     """
 
     def __init__(self, file: str | None = None) -> None:
@@ -46,7 +46,7 @@ class PredictionWriter(NamedArguments, Callback):
         self._parts: list[Part] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an empty table."""
+        """Start with an empty table."""
         if not isinstance(pl_module, FederatedModule):
             raise FederationError(f"PredictionWriter needs a federated method, not {type(pl_module).__name__}.")
         self._parts = []
@@ -60,7 +60,7 @@ class PredictionWriter(NamedArguments, Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Add some clients' rows."""
+        """Add rows of some clients."""
         module: Any = pl_module
         test, task = module.federation.index("test"), module.task
         for client, output, targets in module.outputs(batch.tolist(), "test"):
@@ -75,8 +75,8 @@ class PredictionWriter(NamedArguments, Callback):
             self._parts.append({name: values.cpu() for name, values in part.items()})
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the table and say where."""
-        folder = trainer.log_dir or trainer.default_root_dir  # asked for on every rank
+        """Write the table and print its path."""
+        folder = trainer.log_dir or trainer.default_root_dir  # broadcast, so call it on every rank
         if not trainer.is_global_zero or not self._parts:
             return
         self._parts.sort(key=lambda part: int(part["client"][0]))
@@ -94,7 +94,7 @@ class PredictionWriter(NamedArguments, Callback):
 
 
 def _columns(found: Part) -> Columns:
-    """Columns by name; those of a matrix are numbered."""
+    """Return columns by name; columns of a matrix are numbered."""
     table: Columns = {}
     for name, values in found.items():
         numbered = {f"{name}{k}": column for k, column in enumerate(values.T)} if values.dim() > 1 else {name: values}
@@ -119,7 +119,7 @@ def _write(found: Part, path: Path) -> None:
 
 
 def _parquet() -> tuple[Any, Any]:
-    """The library that writes Parquet, or a sentence that says what to install."""
+    """Import pyarrow, or raise an error with installation instructions."""
     try:
         pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
     except ImportError:

@@ -1,4 +1,4 @@
-"""Differential privacy for single samples, at the clients of any method."""
+"""Sample-level differential privacy at the clients of any method."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from fl_lightning.ranges import NonNegative, Part, Positive
 from fl_lightning.secret import SecretStream
 from fl_lightning.wire import Message, State
 
-#: What of a method private SGD replaces.
+#: Attributes of a method that private SGD replaces.
 REPLACED = ("moves", "opening", "draw_noise", "dropout_shapes")
 
 
 class PrivateSGDCallback(FederatedCallback):
     """Trains every client by private SGD (Abadi et al., 2016) and logs its epsilon, ``privacy/epsilon_samples``.
 
-    Each sample's gradient is bounded and noise from the operating system is put on the sum, in every local step. What
-    follows from the trained entries then hides whether a sample is in a client's data or nothing in its place; what a
-    method sends besides (the losses of q-FFL) is not hidden. A sample is in one batch of every epoch, so a client is
-    accounted for one release of the Gaussian mechanism an epoch; the order of batches follows from the seed, so nothing
-    is amplified by it. Logged is the largest epsilon of a client; :meth:`sites` gives all of them.
+    In every local step, each sample's gradient is clipped and noise from the operating system is added to the sum. The
+    trained entries then hide whether a sample is in a client's data; other entries of messages (the losses of q-FFL)
+    are not protected. A sample is in one batch of every epoch, so a client is accounted for one release of the Gaussian
+    mechanism per epoch, without amplification, because the order of batches is derived from the seed. The largest
+    epsilon of a client is logged; :meth:`sites` returns all of them.
 
     Args:
-        clip: largest norm of a sample's gradient.
+        clip: maximum norm of a sample's gradient.
         noise_multiplier: standard deviation of the noise on a batch's sum as a multiple of ``clip``.
-        delta: the probability with which the bound may fail; None means one over ten times the client's samples.
+        delta: probability that the bound fails; None means one over ten times the client's number of samples.
     """
 
     def __init__(self, clip: Positive = 1.0, noise_multiplier: NonNegative = 1.0, delta: Part | None = None) -> None:
         self.clip, self.noise_multiplier, self.delta = clip, noise_multiplier, delta
-        #: How often a sample of each client took part in a step, by round.
+        #: Number of steps with a given sample, by round and client.
         self.rounds: dict[int, dict[int, int]] = {}
         self._earlier: Counter[int] = Counter()
         self._private: PrivateSGD | None = None
@@ -55,13 +55,13 @@ class PrivateSGDCallback(FederatedCallback):
             raise FederationError("PrivateSGDCallback trains clients in one process: set workers=1.")
         self._sizes = dict(enumerate(pl_module.federation.train.sizes.tolist()))
         self._earlier, self.rounds = self._releases(), {}
-        self.install(pl_module)  # where clients are real sites, each does the same, and here it only counts
+        self.install(pl_module)  # deployed sites do the same themselves
 
-    #: It works at the clients.
+    #: The defence runs at the clients.
     guards = True
 
     def settings(self) -> dict[str, Any]:
-        """The client's part of the defence."""
+        """Return the client's part of the defence."""
         return {"clip": self.clip, "noise_multiplier": self.noise_multiplier}
 
     def install(self, method: FederatedModule) -> None:
@@ -77,7 +77,7 @@ class PrivateSGDCallback(FederatedCallback):
             setattr(method, name, getattr(self._private, name))
 
     def protect(self, method: FederatedModule, received: State, message: Message) -> None:
-        """Leave messages as they are: their entries were trained privately."""
+        """Do not change messages: their entries were trained privately."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the method."""
@@ -87,7 +87,7 @@ class PrivateSGDCallback(FederatedCallback):
             self._private = None
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, round: int, cohort: list[int]) -> None:
-        """Note who trains; a round that is run again counts once."""
+        """Record who trains; a repeated round counts once."""
         assert isinstance(pl_module, FederatedModule)
         assert self._private is not None
         self.rounds = {number: took for number, took in self.rounds.items() if number < round}
@@ -100,23 +100,23 @@ class PrivateSGDCallback(FederatedCallback):
         pl_module.log("privacy/epsilon_samples", value, on_step=False, on_epoch=True, batch_size=1)
 
     def sites(self) -> dict[int, float]:
-        """Epsilon of every client that has trained."""
+        """Return the epsilon of every trained client."""
         return {client: self._epsilon(client, number) for client, number in sorted(self._releases().items())}
 
     def run_metrics(self) -> dict[str, float]:
-        """The largest epsilon of a client, for the tables of ``fl-lightning reproduce``."""
+        """Return the largest epsilon of a client, for the tables of ``fl-lightning reproduce``."""
         return {"epsilon_samples": max(self.sites().values(), default=0.0)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The rounds that count, for a run that is resumed."""
+        """Return participation by round, for a resumed run."""
         return {"rounds": {n: dict(took) for n, took in self.rounds.items()}, "earlier": dict(self._earlier)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         self.rounds, self._earlier = dict(state_dict["rounds"]), Counter(state_dict["earlier"])
 
     def _releases(self) -> Counter[int]:
-        """How often a sample of each client took part in a step."""
+        """Return the number of steps with a given sample by client."""
         return sum((Counter(took) for took in self.rounds.values()), self._earlier)
 
     def _epsilon(self, client: int, number: int) -> float:
@@ -125,6 +125,6 @@ class PrivateSGDCallback(FederatedCallback):
 
 
 def _plain(module: FederatedModule) -> Any:
-    """The parts of a method that private SGD uses, as they are without it."""
+    """Return the method's original attributes that private SGD uses."""
     names = (*REPLACED, "phases", "local", "seed", "batch_statistics", "compute_dtype")
     return SimpleNamespace(**{name: getattr(module, name) for name in names})

@@ -1,4 +1,4 @@
-"""Property inference: what a client's update tells of its data as a whole."""
+"""Property inference: global properties of a client's data, inferred from its update."""
 
 from __future__ import annotations
 
@@ -26,42 +26,41 @@ from fl_lightning.privacy.wiretap import Run
 from fl_lightning.ranges import Count, CountOrZero, PositiveShare, TwoOrMore
 from fl_lightning.wire import State
 
-#: Share of an acquaintance's samples that a shadow of it has.
+#: Share of an acquaintance's samples in each of its shadows.
 PART = 0.8
-#: Rows are over clients.
+#: Client and group of rows over all clients.
 _NOBODY: Row = {"client": -1, "group": ""}
 
 
 class PropertyInferenceCallback(AttackCallback):
-    """Asks of every attacked client whether its data has a property, and answers by its last update.
+    """Infers from every attacked client's last update whether its data has a property.
 
-    The property is one of three: at least ``share`` of the samples are of class ``label``; ``holds`` of the client's
-    labels; or ``value``, the client's ``group`` in the federation's ``meta``. For the first two the adversary draws
-    clients from samples of its own with class shares at random, lets ``shadows`` of either kind train from what the
-    attacked client received, and learns to tell their updates apart. For ``value`` it is acquainted with every other
-    client of each group, whose test samples it has, and attacks the rest.
+    There are three kinds of properties: at least ``share`` of the samples are of class ``label``; ``holds`` is true for
+    the client's labels; or the client's ``group`` in the federation's ``meta`` is ``value``. For the first two, the
+    adversary samples clients with random class shares from its own data, trains ``shadows`` of either kind from the
+    message that the attacked client received, and learns to classify their updates. For ``value``, it has the test
+    samples of every other client of each group (its acquaintances), and attacks the rest.
 
-    Reported are, over the attacked clients, ``accuracy`` at the line that the shadows teach, ``auroc``, their 95%
-    intervals, and ``shadow_auroc``, by which the strongest of ``discriminant`` and ``ridge`` is chosen; beside them the
-    baseline ``majority``, which gives everybody the likelier answer. The outsider has nothing but the common initial
-    weights to compare an up message with, so that it finds something in the first round only.
+    Reported over the attacked clients are ``accuracy`` at the threshold learned from the shadows, ``auroc``, their 95%
+    intervals, and ``shadow_auroc``, by which the strongest of ``discriminant`` and ``ridge`` is selected; and the
+    baseline ``majority``, which always gives the more frequent answer. The outsider can compare an up message only with
+    the common initial weights, so it succeeds in the first round only.
 
-    With a TensorBoard logger the ROC curves are an image ``property/<view>``. The log folder gets all raw scores as
-    ``property.pt``.
+    With a TensorBoard logger, the ROC curves are logged as the image ``property/<view>``. All raw scores are saved as
+    ``property.pt`` in the log folder.
 
     Args:
         views: the adversaries, of ``outsider``, ``server`` and ``colluding``.
         label: the class.
-        share: of the class from which on the property is there; None means the median over clients,
-            or any sample at all where that is 0.
+        share: minimum share of the class; None means the median over clients, or at least one sample if that is 0.
         holds: the property as a function of a client's labels, instead of ``label``.
         value: a group of ``meta``, instead of ``label``.
-        shadows: made-up clients with the property, and as many without.
-        samples: rows of a made-up client at most.
+        shadows: number of simulated clients with the property, and of those without it.
+        samples: maximum number of rows of a simulated client.
         clients: number of attacked clients, the most recent ones (after a test, random ones); None means all.
-        every: attack after every so many rounds too, not only at the end.
-        group: what of the federation's ``meta`` holds ``value``, and divides the clients in the report.
-        folder: where the report is written; None means the Trainer's log folder.
+        every: also attack every ``every`` rounds; None attacks at the end only.
+        group: name in the federation's ``meta`` of ``value``, by which the report also groups clients.
+        folder: folder of the report; None means the Trainer's log folder.
     """
 
     attack = "property"
@@ -95,14 +94,14 @@ class PropertyInferenceCallback(AttackCallback):
         self._asked = ""
 
     def strike(self, trainer: Trainer, run: Run) -> list[Row]:
-        """Train shadows on updates, and ask."""
+        """Train classifiers on the shadows' updates, and attack."""
         truth, rows = self._question(run.module, run.clients)
         clients = [client for client in run.clients if client in truth]
         has = torch.tensor([truth[client] for client in clients])
         if not bool(has.any()) or bool(has.all()):
             raise FederationError(
-                f"{int(has.sum())} of {len(has)} attacked clients have the property ({self._asked}), so that there is "
-                "nothing to tell apart: choose another property, or attack more clients."
+                f"{int(has.sum())} of {len(has)} attacked clients have the property ({self._asked}), so there is "
+                "nothing to infer: choose another property, or attack more clients."
             )
         self.scored, table = [], list[Row]()
         for view in run.each(self.views):
@@ -121,7 +120,7 @@ class PropertyInferenceCallback(AttackCallback):
         return table
 
     def notes(self) -> dict[str, Any]:
-        """The question, and who was asked."""
+        """Return the property and the numbers of clients."""
         has = self.scored[0]["has"] if self.scored else torch.zeros(0)
         return {
             "property": self._asked,
@@ -130,7 +129,7 @@ class PropertyInferenceCallback(AttackCallback):
         }
 
     def _question(self, module: FederatedModule, clients: Sequence[int]) -> tuple[dict[int, bool], list[list[Tensor]]]:
-        """Who has the property, and the rows of the adversary's clients with and without it."""
+        """Return which clients have the property, and rows of the adversary's clients with and without it."""
         federation = module.federation
         rng = seeding.stream(module.seed, "attack.properties")
         if self.value is not None:
@@ -153,7 +152,7 @@ class PropertyInferenceCallback(AttackCallback):
         return truth, [[pool[places] for places in side] for side in drawn]
 
     def _acquainted(self, module: FederatedModule, rng: Any) -> tuple[dict[int, bool], list[list[Tensor]]]:
-        """The same for a group of clients: every other client of a group is an acquaintance."""
+        """Do the same for a group of clients; every other client of a group is an acquaintance."""
         federation = module.federation
         values = [str(value) for value in federation.meta.get(self.group, ())]
         if self.value not in values:
@@ -167,13 +166,13 @@ class PropertyInferenceCallback(AttackCallback):
         for acquainted in known:
             rows = [federation.test[client].cpu() for client in acquainted if len(federation.test[client]) > 1]
             if not rows:
-                raise FederationError("The adversary's acquaintances have no test samples, of which shadows are made.")
+                raise FederationError("The adversary's acquaintances have no test samples to train shadows on.")
             every = [rows[number % len(rows)] for number in range(self.shadows)]
             drawn.append([own[seeding.permutation(rng, len(own))[: max(1, int(PART * len(own)))]] for own in every])
         return {client: bool(wanted[client]) for clients in sides for client in clients[1::2]}, drawn
 
     def _inferred(self, run: Run, view: str, clients: list[int], rows: list[list[Tensor]]) -> dict[str, Inferred]:
-        """Answers about all clients; shadows are trained anew for every model that some of them received."""
+        """Classify all clients; shadows are trained for every distinct received model."""
         module, seen = run.module, [self._seen(run, view, client) for client in clients]
         answers: dict[str, list[tuple[list[int], Inferred]]] = {}
         if any(one is None for one in seen):
@@ -191,13 +190,13 @@ class PropertyInferenceCallback(AttackCallback):
         found = {}
         for name, parts in answers.items():
             scores = torch.empty(len(clients), dtype=torch.float64)
-            for places, one in parts:  # lines differ from model to model, so each is at 0
+            for places, one in parts:  # thresholds differ between models, so shift each to 0
                 scores[torch.tensor(places)] = (one.scores - one.line).cpu()
             found[name] = Inferred(scores, 0.0, sum(one.shadow_auroc for _, one in parts) / len(parts))
         return found
 
     def _seen(self, run: Run, view: str, client: int) -> tuple[State, State] | None:
-        """A client's last exchange as a view sees it; None where it sees none."""
+        """Return a client's last exchange as seen by a view; None if it sees none."""
         if view == "colluding":
             left, handed = run.wire.left.get(client), run.wire.received.get(client)
             return (handed[-1], left[-1]) if left and handed and handed[-1] else None
@@ -236,7 +235,7 @@ def _measures(one: Inferred, has: Tensor) -> dict[str, float]:
 
 
 def _alike(received: Sequence[State]) -> list[list[int]]:
-    """Places of equal messages, together."""
+    """Group the indices of equal messages."""
     found: list[list[int]] = []
     for place, one in enumerate(received):
         for places in found:

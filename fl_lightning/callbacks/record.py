@@ -1,4 +1,4 @@
-"""The outcome of a run in one file beside its logs, which ``fl-lightning compare`` reads."""
+"""The record of a run in one file next to its logs, for ``fl-lightning compare``."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from fl_lightning.callbacks.journal import Journal
 from fl_lightning.errors import FederationError
 from fl_lightning.measure import ACCURACY, Measure
 
-#: The file's name, and the version of what is in it.
+#: Name and format version of the file.
 FILE, FORMAT = "run.json", 1
-#: The file that the curves are added to, one line per round.
+#: File of the curves, one line per round.
 CURVES = "curves.jsonl"
-#: What is read of it, and of which type it is.
+#: Required keys and their types.
 KEYS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("settings", "curves", "clients", "groups"), (dict,)),
     **dict.fromkeys(("rounds", "seconds", "steps", "parameters"), (int, float, NoneType)),
     "engine": (str, NoneType),
     "bytes": (list, NoneType),
 }
-#: Seconds between two writings while a run goes on, and how many times as long as one takes at least.
+#: Minimum seconds between writes during a run, also as a multiple of the duration of a write.
 EVERY, SHARE = 10.0, 50.0
-#: Arguments of a DataModule that are no settings of the experiment, or told elsewhere.
+#: Arguments of a DataModule that are not settings of the experiment or are recorded elsewhere.
 ELSEWHERE = ("seed", "root", "download", "partition")
-#: Characters of a setting that is told in full.
+#: Maximum length of a setting that is recorded in full.
 LONG = 200
 
 
 class ClientHistory:
-    """Score of every client after validated rounds; of long runs every second, fourth, ... of them is kept.
+    """Score of every client after validated rounds; in long runs only every second, fourth, ... is kept.
 
     Args:
-        most: rounds that are kept at most.
+        most: maximum number of rounds to keep.
 
     Example:
         >>> history = ClientHistory(most=2)
@@ -67,7 +67,7 @@ class ClientHistory:
         self._seen, self._stride = 0, 1
 
     def add(self, round: int, scores: Tensor) -> None:
-        """Note the scores of a round, shape (clients,)."""
+        """Add the scores of a round, shape (clients,)."""
         self._last = round, scores.detach().cpu().float()
         if self._seen % self._stride == 0:
             self.rounds.append(round)
@@ -78,7 +78,7 @@ class ClientHistory:
             self.rounds, self.scores = self.rounds[::2], self.scores[::2]
 
     def table(self) -> tuple[list[int], Tensor]:
-        """The rounds, the last one always among them, and the scores, shape (rounds, clients)."""
+        """Return the rounds, always including the last one, and the scores, shape (rounds, clients)."""
         rounds, scores = list(self.rounds), list(self.scores)
         if self._last is not None and (not rounds or rounds[-1] != self._last[0]):
             rounds.append(self._last[0])
@@ -86,7 +86,7 @@ class ClientHistory:
         return rounds, torch.stack(scores) if scores else torch.empty(0, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         scores = torch.stack(self.scores) if self.scores else torch.empty(0, 0)
         return {
             "rounds": list(self.rounds),
@@ -97,7 +97,7 @@ class ClientHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         self.rounds, self.scores = list(state["rounds"]), list(state["scores"])
         self._last, self._seen, self._stride = state["last"], state["seen"], state["stride"]
 
@@ -105,16 +105,16 @@ class ClientHistory:
 class RunRecord(NamedArguments, Callback):
     """Writes ``run.json`` to the log folder: settings, all logged curves, every client's score, bytes and speed.
 
-    The score is the task's headline metric, which ``measure`` names; its rows are called ``accuracy`` whatever it is.
+    The score is the task's headline metric, named by ``measure``; its rows are called ``accuracy`` for any metric.
 
-    ``fl-lightning fit`` has it always on; in Python pass it to the Trainer. It is written while the run goes on, at its
-    end and when it breaks off, and a resumed run has all of it. Without a logger nothing is written.
+    ``fl-lightning fit`` always uses this callback; in Python pass it to the Trainer. The file is written during the
+    run, at its end and on exceptions, and is complete for resumed runs. Without a logger, nothing is written.
 
-    ``curves.jsonl`` beside it grows by one line for every round. A checkpoint keeps where that ends, not the curves:
-    keep the folder of a run that is to be resumed.
+    ``curves.jsonl`` in the same folder has one line per round. A checkpoint stores only its length: keep the folder of
+    a run to be resumed.
 
     Args:
-        folder: where the file is written; None means the Trainer's log folder.
+        folder: folder of the files; None means the Trainer's log folder.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -128,20 +128,20 @@ class RunRecord(NamedArguments, Callback):
         self._took = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget an earlier run; one that is resumed gets its own back."""
+        """Reset an earlier run; a resumed one restores its own state."""
         if stage == "fit" and not trainer.current_epoch:
             self.curves, self.history, self.seconds, self._validated = {}, ClientHistory(), 0.0, set()
             self._journal.forget()
             self._round = -1
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the curves' file, and start the clock."""
+        """Open the curves' file and start the clock."""
         folder = self._folder(trainer)
         self._journal.open(None if folder is None else folder / CURVES)
         self._began = self._wrote = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what every client scored and what the round has logged so far."""
+        """Record every client's score and the metrics logged so far."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         module: Any = pl_module
@@ -149,7 +149,7 @@ class RunRecord(NamedArguments, Callback):
         scores = known.get(module.federation.validated) if known else None
         if scores is not None:
             self.history.add(trainer.current_epoch, scores)
-        # Lightning may save the run now, and one that is resumed from there has this round behind it.
+        # Lightning may save a checkpoint now, which must include this round.
         trained, validated = (
             dict(loop._results.metrics(on_step=False)["callback"])
             for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop)
@@ -158,14 +158,14 @@ class RunRecord(NamedArguments, Callback):
         self._note(trainer.current_epoch, trained | validated)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what the round logged; what is known of an earlier validation is none of it."""
+        """Record the round's metrics, without those of an earlier validation."""
         logged = {name: value for name, value in trainer.callback_metrics.items() if name not in self._validated}
         self._note(trainer.current_epoch, logged)
         if time.perf_counter() - self._wrote > max(EVERY, SHARE * self._took):
             self._write(trainer, pl_module)
 
     def _note(self, round: int, metrics: Mapping[str, Tensor]) -> None:
-        """Add a round's numbers to the curves, or put them right; those of the round before are final then."""
+        """Add or update a round's metrics; those of the previous round become final."""
         if round != self._round:
             if self._round >= 0:
                 self._journal.add(json.dumps([self._round, self._numbers()]) + "\n")
@@ -179,11 +179,11 @@ class RunRecord(NamedArguments, Callback):
                 values.append(number)
 
     def _numbers(self) -> dict[str, float]:
-        """The last round's."""
+        """Return the metrics of the last round."""
         return {name: v[-1] for name, (rounds, v) in self.curves.items() if rounds and rounds[-1] == self._round}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what came after the last round, such as attacks, and write the file."""
+        """Record later metrics, such as those of attacks, and write the file."""
         last = max(trainer.current_epoch - 1, 0)
         for name, value in trainer.callback_metrics.items():
             rounds, values = self.curves.setdefault(name, ([], []))
@@ -196,16 +196,16 @@ class RunRecord(NamedArguments, Callback):
         self._write(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what there is."""
+        """Write the record so far."""
         if trainer.state.fn == "fit" and self.curves:
             self._write(trainer, pl_module)
 
     def elapsed(self) -> float:
-        """Seconds of training so far, over all resumptions."""
+        """Return the seconds of training so far, over all resumptions."""
         return self.seconds + time.perf_counter() - self._began
 
     def record(self, trainer: Trainer, module: Any) -> dict[str, Any]:
-        """Contents of the file."""
+        """Return the contents of the file."""
         federated = hasattr(module, "snapshots")
         rounds, scores = self.history.table()
         measure = module.task.measure if federated else ACCURACY
@@ -227,7 +227,7 @@ class RunRecord(NamedArguments, Callback):
         }
 
     def _folder(self, trainer: Trainer) -> Path | None:
-        """Where files are written, None if there are none."""
+        """Return the output folder; None if nothing is written."""
         folder = self.folder or (trainer.log_dir if trainer.loggers else None)
         if folder is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return None
@@ -246,12 +246,12 @@ class RunRecord(NamedArguments, Callback):
         self._took = self._wrote - began
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the curves' file ends, the last round's numbers, clients and clock."""
+        """Return the length of the curves' file, the last round's metrics, clients' scores and clock."""
         last = {"journal": self._journal.state_dict(), "round": self._round, "numbers": self._numbers()}
         return {**last, "clients": self.history.state_dict(), "seconds": self.elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
+        """Restore the state from a checkpoint."""
         self._journal.load_state_dict(state_dict["journal"])
         self._round = int(state_dict["round"])
         rows = [json.loads(line) for line in self._journal.text().splitlines()]
@@ -266,7 +266,7 @@ class RunRecord(NamedArguments, Callback):
 
 
 def settings_of(trainer: Trainer, module: Any) -> dict[str, Any]:
-    """A run's settings as a flat dict of numbers and texts: method, net, data, defences, and all their arguments."""
+    """Return a run's settings as a flat dict: method, net, data, defences and all their arguments."""
     data = getattr(trainer, "datamodule", None)
     found: dict[str, Any] = {"method": type(module).__name__}
     if data is not None:
@@ -277,7 +277,7 @@ def settings_of(trainer: Trainer, module: Any) -> dict[str, Any]:
             found["clients"] = federation.num_clients
     found["rounds"] = trainer.max_epochs
     arguments = {name: value for name, value in module.hparams.items() if not name.startswith("_")}  # LightningCLI's
-    if "clients" in arguments:  # those that Local trains; the number of all clients has that name
+    if "clients" in arguments:  # Local's option; the name is used for the number of clients
         arguments["chosen_clients"] = arguments.pop("clients")
     net = arguments.pop("net", None) or {"class_path": type(getattr(module, "net", module)).__name__}
     found["net"] = str(net["class_path"]).rpartition(".")[2]
@@ -295,7 +295,7 @@ def settings_of(trainer: Trainer, module: Any) -> dict[str, Any]:
 
 
 def _data_arguments(data: Any) -> dict[str, Any]:
-    """Plain arguments of a DataModule that tell experiments apart: not the seed, nor where the files are."""
+    """Return plain arguments of a DataModule that identify an experiment, without the seed and paths."""
     arguments = dict(data.hparams) or _arguments(data)
     manifest = getattr(data, "manifest", None)
     if manifest is not None:
@@ -304,7 +304,7 @@ def _data_arguments(data: Any) -> dict[str, Any]:
 
 
 def _arguments(made: Any) -> dict[str, Any]:
-    """Arguments that an object was made with, those that its class passes on included, if kept under their names."""
+    """Return an object's constructor arguments, including inherited ones, if stored under their names."""
     makers = [vars(kind)["__init__"] for kind in type(made).__mro__ if "__init__" in vars(kind)]
     names = dict.fromkeys(name for maker in makers for name in inspect.signature(maker).parameters)
     return {name: getattr(made, name) for name in names if hasattr(made, name)}
@@ -329,13 +329,13 @@ def _maker(maker: Any) -> str:
 
 
 def groups_of(module: Any) -> dict[str, list[Any]]:
-    """Properties of the clients, one plain value each under every name."""
+    """Return properties of the clients by name, one plain value per client."""
     meta = module.federation.meta
     return {key: [v if isinstance(v, int | float | str) else str(v) for v in values] for key, values in meta.items()}
 
 
 def _figure(value: float, measure: Measure) -> float | None:
-    """A number as JSON has it: four digits of a share, else six, None for a client that was not evaluated."""
+    """Round a number for JSON: four digits for shares, else six; None for NaN."""
     if math.isnan(value):
         return None
     return round(value, 4) if measure.share else float(f"{value:.6g}")
@@ -351,13 +351,13 @@ def _flatten(into: dict[str, Any], prefix: str, values: Mapping[str, Any]) -> No
 
 
 def _text(value: Any) -> str:
-    """A value as a text that is the same in every process, and of long ones the beginning and a hash."""
+    """Format a value identically in every process; long texts are shortened, with a hash."""
     text = re.sub(r" at 0x[0-9a-f]+", "", str(value))
     return text if len(text) <= LONG else f"{text[:LONG]}... {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The contents of a ``run.json``, or a sentence that says what is wrong with it."""
+    """Read a ``run.json``; raise an error if it is damaged."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -369,5 +369,5 @@ def read_record(path: Path) -> dict[str, Any]:
         f"clients.{key}" for key in ("rounds", "accuracy") if "clients" not in missing and key not in found["clients"]
     ]
     if missing:
-        raise FederationError(f"{path} has no {missing[0]}, as a record of a run has: run the fit again.")
+        raise FederationError(f"{path} has no {missing[0]}, which a record of a run requires: run the fit again.")
     return found

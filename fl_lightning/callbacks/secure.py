@@ -1,4 +1,4 @@
-"""Secure aggregation: the server gets sums and nothing of single clients."""
+"""Secure aggregation: the server learns sums of messages only."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from fl_lightning.wire import Message, State
 
 
 class SecureAggregationCallback(FederatedCallback):
-    """Lets the server see the weighted mean of a stage's messages, and no message.
+    """Shows the server only the weighted mean of a stage's messages.
 
-    Clients write their weighted values as whole numbers and put masks on them that cancel in the sum
-    (:mod:`fl_lightning.privacy.secure`); the method then finds the decoded mean instead of every message, so that
-    it cannot use more. For methods whose server needs nothing else and whose weights do not depend on the data. Means
-    differ from those without it by less than 2^-32; whole numbers (``num_batches_tracked``) become rounded means.
+    Clients encode their weighted values as integers and add masks that cancel in the sum
+    (:mod:`fl_lightning.privacy.secure`); every message is then replaced by the decoded mean. For methods whose server
+    needs only the mean and whose weights do not depend on the data. Means differ from those without this callback by
+    less than 2^-32; integers (``num_batches_tracked``) become rounded means.
 
-    Attack callbacks of the run hear no message: the views ``outsider`` and ``server`` see nothing of a client, and the
-    view ``sums`` is what is left. It stands behind all callbacks that change messages, such as
-    :class:`~fl_lightning.callbacks.DifferentialPrivacyCallback`, in the Trainer's list.
+    Attack callbacks cannot read messages: the views ``outsider`` and ``server`` see nothing of a client, only the view
+    ``sums`` remains. In the Trainer's list it must follow all callbacks that change messages, such as
+    :class:`~fl_lightning.callbacks.DifferentialPrivacyCallback`.
 
-    In a deployed run sites put on the masks themselves, agree on keys by themselves, and send no message without
-    (:mod:`fl_lightning.remote.secure_site`); both sides need the callback with the same options. The mean is then the
-    simulation's, bit for bit.
+    In a deployed run, sites agree on keys, mask their messages, and send no message without a mask
+    (:mod:`fl_lightning.remote.secure_site`); both sides need the callback with the same options. The mean is bitwise
+    equal to the simulation's.
 
     Args:
-        threshold: share of a round's sites of which more have to stay to its end, 0.5 or more and below 1. As these are
-            more than half, no client can have both kinds of its shares told by different sites.
-        least: how many clients a sum must have at least.
+        threshold: more than this share of a round's sites must stay to its end, 0.5 or more and below 1. A majority
+            ensures that disjoint sets of sites cannot reveal both kinds of a client's shares.
+        least: minimum number of clients in a sum.
     """
 
     hides_messages = True
-    #: It works at the clients.
+    #: The defence runs at the clients.
     guards = True
 
     def __init__(
@@ -63,7 +63,7 @@ class SecureAggregationCallback(FederatedCallback):
             self._check_deployed(pl_module, callbacks)
 
     def _check_deployed(self, module: FederatedModule, callbacks: list[object]) -> None:
-        """Refuse what would have to change single messages at a server that has none."""
+        """Refuse callbacks that change single messages at the server."""
         if getattr(module.exchange, "secure", None) is not self:
             raise FederationError(
                 "RemoteClients does not know of SecureAggregationCallback: pass it the Trainer's callbacks."
@@ -76,7 +76,7 @@ class SecureAggregationCallback(FederatedCallback):
                 )
 
     def settings(self) -> dict[str, Any]:
-        """The options, which clients have to approve."""
+        """Return the options, which clients have to approve."""
         return {"threshold": round(self.threshold, 6), "least": self.least}
 
     def install(self, method: FederatedModule) -> None:
@@ -90,10 +90,10 @@ class SecureAggregationCallback(FederatedCallback):
             raise FederationError("A robust rule needs single messages, which secure aggregation hides: leave one out.")
 
     def protect(self, method: FederatedModule, received: State, message: Message) -> None:
-        """Leave the message as it is; the site puts the masks on when all other callbacks have changed it."""
+        """Do not change the message; the site adds the masks after all other callbacks."""
 
     def needed(self, clients: int) -> int:
-        """How many of so many clients have to stay to the end of a round.
+        """Return how many clients of a round have to stay to its end.
 
         Example:
             >>> [SecureAggregationCallback().needed(clients) for clients in (2, 3, 4, 5, 10)]
@@ -102,11 +102,11 @@ class SecureAggregationCallback(FederatedCallback):
         return max(math.floor(self.threshold * clients + 1e-9) + 1, self.least)
 
     def weight(self, method: FederatedModule, samples: int) -> float:
-        """Weight of a client with so many samples."""
+        """Return the weight of a client by its number of samples."""
         return 1.0 if method.weighting == "uniform" else float(samples)
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Replace all messages by their mean, as the protocol gives it; those of real sites are it already."""
+        """Replace all messages by the protocol's mean; in deployed runs they already are."""
         assert isinstance(pl_module, FederatedModule)
         if not pl_module.exchange.simulated:
             return
@@ -117,11 +117,11 @@ class SecureAggregationCallback(FederatedCallback):
 
 
 def secure_mean(messages: list[Message], weights: list[float]) -> State:
-    """The weighted mean of messages, computed from masked ones.
+    """Compute the weighted mean of messages from masked ones.
 
     Args:
         messages: at least two, all with the same names.
-        weights: one for each, which its client knows; only their sum becomes known.
+        weights: one per message, known to its client; only their sum is revealed.
     """
     rows = [secure.row(m.tensors, weight, len(messages)) for m, weight in zip(messages, weights, strict=True)]
     return secure.mean(secure.summed(secure.masked(rows)), messages[0].tensors)

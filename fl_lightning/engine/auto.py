@@ -25,6 +25,8 @@ from fl_lightning.local_optim import SGD
 ENGINES: dict[str, type[SequentialEngine] | type[StackedEngine]] = {
     engine.name: engine for engine in (SequentialEngine, StackedEngine, CapturedEngine, CompiledEngine)
 }
+#: Engines that are tried against the sequential one, in this order.
+CANDIDATES = ("stacked", "captured")
 #: Relative difference of the probed weights that rounding can explain.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 #: A faster engine must win by this factor; smaller differences are noise.
@@ -96,7 +98,7 @@ class AutoEngine(Engine):
             return sequential.engine, "no client takes a step"
         agreed, refused = [sequential], ""
         reference = sequential.plain().run()
-        for name in ("stacked", "captured"):
+        for name in CANDIDATES:
             candidate = probe(name)
             if isinstance(candidate.engine, CapturedEngine):
                 candidate.engine.seldom = 0  # trace at once, as a probe has few steps

@@ -155,15 +155,20 @@ def run_cell(
     return result
 
 
+def accepted(config: Config) -> Config:
+    """Copy a recipe's configuration without the options that its method has no choice in; recipes give them to all."""
+    arguments = copy.deepcopy(config)
+    for option in fixed_options(pkgutil.resolve_name(config["model"]["class_path"])):
+        arguments["model"]["init_args"].pop(option, None)
+    return arguments
+
+
 def _arguments(config: Config, seed: int, folder: Path) -> Config:
     """Complete the configuration for a silent run with regular checkpoints."""
-    arguments = copy.deepcopy(config)
+    arguments = accepted(config)
     own = arguments.setdefault("trainer", {}).get("callbacks", [])
     saver = {"dirpath": str(folder), "filename": Path(CHECKPOINT).stem, "every_n_epochs": EVERY}
     arguments["seed_everything"] = seed
-    kind = pkgutil.resolve_name(config["model"]["class_path"])
-    for option in fixed_options(kind):  # recipes give it to all methods
-        arguments["model"]["init_args"].pop(option, None)
     arguments["trainer"].update(
         accelerator="cpu",
         default_root_dir=str(folder),  # output folder of callbacks

@@ -1,4 +1,4 @@
-"""Attacks on what federated methods send, under stated threat models; nothing here changes a run."""
+"""Attacks on the messages of federated methods under stated threat models; they do not change a run."""
 
 from fl_lightning.privacy.data import AttackData, attack_data
 from fl_lightning.privacy.membership import infer_membership

@@ -1,20 +1,19 @@
-"""Releases with Gaussian noise and their epsilon, by privacy loss distributions.
+"""Epsilon of releases with Gaussian noise, by privacy loss distributions.
 
-A release is a pair of distributions P and Q: of the server's mean with a client and with nothing (0) in its place. The
-distribution of log P/Q under P is discretised so that no bound is missed (Doroshenko et al., 2022, connect the dots),
-and composed by Fourier transforms. Three kinds of releases are known, in units of the largest change that one client
-makes:
+A release is a pair of distributions P and Q of the server's mean: with a client's update and with 0 instead. The
+distribution of log P/Q under P is discretised pessimistically (Doroshenko et al., 2022, connect the dots) and composed
+by Fourier transforms. There are three kinds of releases, in units of the sensitivity:
 
 ``gaussian``
-    Who takes part is known: N(1, z) against N(0, z).
+    Participation is known: N(1, z) against N(0, z).
 ``poisson``
-    Every client takes part with probability q, for itself and in secret: (1 - q) N(0, z) + q N(1, z) against N(0, z).
+    Every client secretly and independently takes part with probability q: (1 - q) N(0, z) + q N(1, z) against N(0, z).
 ``fixed``
-    A secret cohort of a fixed size, with probability q of a client to be in it. With it the sum is up to 1 away from
-    that with nothing in its place, and up to 2 away from that of a cohort that has another client instead. By advanced
-    joint convexity (Balle et al., 2018), with D_d the divergence of two Gaussians that are d apart, alpha' =
-    1 + q (alpha - 1) and beta = alpha' / alpha, the divergence at alpha' >= 1 is q ((1 - beta) D_2(alpha) +
-    beta D_1(alpha)) at most of the sum with the client against the one without, and q D_1(alpha) the other way round.
+    A secret cohort of fixed size that contains a client with probability q. The distance of its sum is at most 1 to the
+    sum with 0 instead of the client, and at most 2 to that of a cohort with another client instead. By advanced joint
+    convexity (Balle et al., 2018), with D_d the divergence of two Gaussians at distance d, alpha' = 1 + q (alpha - 1)
+    and beta = alpha' / alpha, the divergence at alpha' >= 1 is at most q ((1 - beta) D_2(alpha) + beta D_1(alpha)) for
+    the sum with the client against the one without, and q D_1(alpha) in the other direction.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from fl_lightning.errors import FederationError
 
 Kind = Literal["gaussian", "poisson", "fixed"]
 Array = NDArray[np.float64]
-#: Distance of neighbouring losses, at most; a shorter one where many releases are composed.
+#: Maximum grid spacing of losses; smaller if many releases are composed.
 STEP = 1e-3
-#: Mass of the tails that counts as a breach.
+#: Mass of the truncated tails, which counts as an infinite loss.
 TAIL = 1e-12
 
 
@@ -44,33 +43,33 @@ class Release(NamedTuple):
 
     kind: Kind
     noise: float
-    """Standard deviation of the noise over the largest change that one client makes."""
+    """Standard deviation of the noise over the sensitivity."""
     rate: float
-    """The probability with which a client takes part."""
+    """Participation probability of a client."""
     number: int
 
 
 class LossDistribution(NamedTuple):
-    """Mass of the losses (first + i) * STEP, and that of an infinite loss."""
+    """Masses of the losses (first + i) * STEP, and of an infinite loss."""
 
     first: int
     mass: Array
     infinite: float
 
     def delta(self, epsilon: float, step: float) -> float:
-        """Hockey-stick divergence at epsilon."""
+        """Return the hockey-stick divergence at epsilon."""
         losses = (self.first + np.arange(len(self.mass))) * step
         above = losses > epsilon
         return self.infinite + float(np.sum(self.mass[above] * -np.expm1(epsilon - losses[above])))
 
     def composed(self, other: LossDistribution) -> LossDistribution:
-        """Both releases, one after the other."""
+        """Compose two releases."""
         mass = np.maximum(fftconvolve(self.mass, other.mass), 0.0)
         infinite = 1 - (1 - self.infinite) * (1 - other.infinite)
         return _trimmed(LossDistribution(self.first + other.first, mass, infinite))
 
     def times(self, number: int) -> LossDistribution:
-        """So many releases."""
+        """Compose ``number`` such releases."""
         found: LossDistribution | None = None
         power = self
         while number:
@@ -83,7 +82,7 @@ class LossDistribution(NamedTuple):
         return found
 
     def epsilon(self, delta: float, step: float) -> float:
-        """The smallest epsilon of 0 or more that holds with this delta."""
+        """Return the smallest epsilon, at least 0, for this delta."""
         if self.infinite > delta:
             return math.inf
         low, high = 0.0, max(0.0, (self.first + len(self.mass)) * step)
@@ -96,11 +95,11 @@ class LossDistribution(NamedTuple):
 
 
 def epsilon(releases: Sequence[Release], delta: float) -> float:
-    """An upper bound of epsilon, by privacy loss distributions; infinite without noise, 0 without a release.
+    """Return an upper bound of epsilon by privacy loss distributions; infinite without noise, 0 without releases.
 
     Args:
         releases: of any kinds.
-        delta: the probability with which the bound may fail.
+        delta: probability that the bound fails.
 
     Example:
         >>> round(epsilon([Release("poisson", 1.0, 0.1, 100)], 1e-3), 2)
@@ -111,7 +110,7 @@ def epsilon(releases: Sequence[Release], delta: float) -> float:
         return 0.0
     if any(one.noise <= 0 for one in releases):
         return math.inf
-    # All gaussian releases together are one.
+    # Gaussian releases compose to a single one.
     known = sum(one.number / one.noise**2 for one in releases if _kind(one) == "gaussian")
     sampled = [one for one in releases if _kind(one) != "gaussian"]
     if known:
@@ -123,7 +122,7 @@ def epsilon(releases: Sequence[Release], delta: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float) -> float:
-    """Epsilon of one release of the Gaussian mechanism, exactly (Balle and Wang, 2018)."""
+    """Return the exact epsilon of one release of the Gaussian mechanism (Balle and Wang, 2018)."""
 
     def of(value: float) -> float:
         return float(_gaussian_delta(np.array(value), noise))
@@ -140,7 +139,7 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
 
 
 def _gaussian_delta(epsilon: Array, noise: float) -> Array:
-    """Hockey-stick divergence of N(1, noise) and N(0, noise)."""
+    """Return the hockey-stick divergence of N(1, noise) and N(0, noise)."""
     found: Array = ndtr(0.5 / noise - epsilon * noise) - np.exp(epsilon + log_ndtr(-0.5 / noise - epsilon * noise))
     return np.maximum(found, 0.0)
 
@@ -159,7 +158,7 @@ def _composed(releases: Sequence[Release], removed: bool, step: float) -> LossDi
 
 
 def _loss(one: Release, removed: bool, step: float) -> LossDistribution:
-    """The losses of one release, of P against Q or of Q against P."""
+    """Return the losses of one release, of P against Q or of Q against P."""
     match _kind(one):
         case "gaussian":
             return _discrete(one.noise, 1.0, True, step)
@@ -171,11 +170,11 @@ def _loss(one: Release, removed: bool, step: float) -> LossDistribution:
 
 
 def _discrete(noise: float, rate: float, removed: bool, step: float) -> LossDistribution:
-    """Losses of the mixture against the Gaussian (``removed``), or the other way round.
+    """Return losses of the mixture against the Gaussian (``removed``), or the reverse.
 
-    Between two grid points the masses of P and Q are put on both, so that neither changes.
+    Masses of P and Q between two grid points are distributed to both, so that neither total changes.
     """
-    reach = noise * 9.0  # of a Gaussian about 1e-19 lies beyond
+    reach = noise * 9.0  # beyond is a Gaussian mass of about 1e-19
     ends = _loss_at(np.array([-reach, 1.0 + reach]), noise, rate)
     low, high = math.floor(ends[0] / step), math.ceil(ends[1] / step)
     grid = np.arange(low, high + 1) * step
@@ -185,7 +184,7 @@ def _discrete(noise: float, rate: float, removed: bool, step: float) -> LossDist
     p, q = (mixed, plain) if removed else (plain[::-1], mixed[::-1])
     if not removed:
         grid, low = -grid[::-1], -high
-    # Masses below the first point are moved up to it; those above the last count as infinite.
+    # Move masses below the first point up to it; count those above the last as infinite.
     inner_p, inner_q = p[1:-1], q[1:-1]
     left = (inner_q * np.exp(grid[:-1]) - inner_p * math.exp(-step)) / -math.expm1(-step)
     left = np.clip(left, 0.0, inner_p)
@@ -197,21 +196,21 @@ def _discrete(noise: float, rate: float, removed: bool, step: float) -> LossDist
 
 
 def _loss_at(x: Array, noise: float, rate: float) -> Array:
-    """Log of the mixture over the Gaussian."""
+    """Return the log ratio of the mixture to the Gaussian."""
     with np.errstate(divide="ignore"):
         found: Array = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * x - 1) / (2 * noise**2))
     return found
 
 
 def _place_of(losses: Array, noise: float, rate: float) -> Array:
-    """Where the loss is so large; minus infinity for losses that do not occur."""
+    """Invert the loss; minus infinity for losses that do not occur."""
     with np.errstate(invalid="ignore", divide="ignore"):
         share = np.expm1(losses) + rate if rate < 1 else np.exp(losses)
         return np.where(share > 0, 0.5 + noise**2 * np.log(share / rate), -np.inf)
 
 
 def _masses(places: Array, mean: float, noise: float) -> Array:
-    """Gaussian masses below, between and above the places, without cancellation in the tails."""
+    """Return Gaussian masses below, between and above the points, without cancellation in the tails."""
     z = (places - mean) / noise
     inner = np.where(z[:-1] > 0, ndtr(-z[:-1]) - ndtr(-z[1:]), ndtr(z[1:]) - ndtr(z[:-1]))
     return np.concatenate(([ndtr(z[0])], inner, [ndtr(-z[-1])]))
@@ -219,9 +218,9 @@ def _masses(places: Array, mean: float, noise: float) -> Array:
 
 @lru_cache(maxsize=8)
 def _fixed(noise: float, rate: float, removed: bool, step: float) -> LossDistribution:
-    """Losses of a pair that bounds a cohort of a fixed size, by its divergence at every point of the grid.
+    """Return losses of a dominating pair for a cohort of fixed size, by its divergence at every grid point.
 
-    Between two of them the divergence is at most linear in e^loss, since it is convex, and so is its lower hull.
+    Between grid points, the divergence is at most linear in e^loss because it is convex, like its lower hull.
     """
     last = math.ceil(_loss_at(np.array([2.0 + 9.0 * noise]), noise / 2, rate)[0] / step)
     losses = np.arange(1, last + 1) * step
@@ -230,13 +229,13 @@ def _fixed(noise: float, rate: float, removed: bool, step: float) -> LossDistrib
     there = rate * ((1 - share) * _gaussian_delta(np.log(alpha), noise / 2) + share * apart)
     up, down = (there, rate * apart) if removed else (rate * apart, there)
     middle = rate * _gaussian_delta(np.zeros(1), noise)  # beta is 1
-    below = -np.expm1(-losses) + np.exp(-losses) * down  # of the other direction, turned round
+    below = -np.expm1(-losses) + np.exp(-losses) * down  # from the other direction
     grid = np.concatenate((-losses[::-1], [0.0], losses))
     return _of_divergences(grid, np.concatenate((below[::-1], middle, up)), -last)
 
 
 def _of_divergences(losses: Array, values: Array, first: int) -> LossDistribution:
-    """The losses of a pair with the lower convex hull of these divergences, as a function of e^loss, 1 at 0."""
+    """Return losses of a pair with the lower convex hull of these divergences in e^loss, with value 1 at 0."""
     x, y = np.concatenate(([0.0], np.exp(losses))), np.concatenate(([1.0], values))
     kept: list[int] = []
     for place in range(len(x)):
@@ -253,7 +252,7 @@ def _of_divergences(losses: Array, values: Array, first: int) -> LossDistributio
 
 
 def _trimmed(one: LossDistribution) -> LossDistribution:
-    """Without tails: small losses are moved up, large ones count as infinite."""
+    """Truncate the tails: move small losses up, count large ones as infinite."""
     below, above = np.cumsum(one.mass), np.cumsum(one.mass[::-1])[::-1]
     kept = np.flatnonzero((below > TAIL) & (above > TAIL))
     if not len(kept):

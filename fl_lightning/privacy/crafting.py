@@ -1,4 +1,4 @@
-"""A crafting server in a federated run: what it sends, and what it reads out of the answers."""
+"""A crafting server in a federated run: its messages, and samples read from the updates."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fl_lightning.privacy.wiretap import Protection, Run
 from fl_lightning.wire import Message, State
 
 Place = Literal["first", "front"]
-#: From this PSNR on a sample counts as read, in dB: no pixel is off by more than an eye can see.
+#: PSNR in dB from which a sample counts as read: differences are invisible.
 READ = 40.0
-#: Samples of its own on which a server tries what it has crafted.
+#: Number of the server's own samples to test crafted weights on.
 TRIED = 8
-#: Part of itself by which the layer in front may change in all local steps: more moves its bins, less is rounded off.
+#: Relative change of the layer in front in all local steps: more shifts its bins, less is lost to rounding.
 MOVED = 0.1
 #: Name of the layer in front.
 FRONT = "imprint"
@@ -40,9 +40,9 @@ class Trap:
     """A malicious server's crafted entries.
 
     Args:
-        entries: the entries that it puts in, by name.
-        layer: the one that sorts samples.
-        front: the module that it puts in front of the net, if it does.
+        entries: the crafted entries by name.
+        layer: the layer that sorts samples.
+        front: the module in front of the net, if any.
     """
 
     entries: State
@@ -53,15 +53,15 @@ class Trap:
     def made(
         cls, module: FederatedModule, pixels: Pixels, reference: Tensor, place: Place, bins: int, steps: int = 1
     ) -> Trap:
-        """Craft for a method, with samples of the server's own.
+        """Craft entries for a method, with the server's own samples.
 
         Args:
             module: the method.
             pixels: the scale of its inputs.
             reference: the server's own rows.
-            place: instead of the net's ``first`` layers, or in ``front`` of the net.
-            bins: number of bins in front of a net; its first layer has as many as it has outputs.
-            steps: local steps that are to be survived, where that can be chosen.
+            place: replace the net's ``first`` layers, or add a layer in ``front`` of the net.
+            bins: number of bins in front of a net; a first layer has one per output.
+            steps: number of local steps to withstand, for a layer in front.
         """
         if len(reference) < 2:
             raise FederationError("A server that crafts messages needs samples of its own: give the partition fewer.")
@@ -86,31 +86,31 @@ class Trap:
         )
 
     def sent(self, received: State) -> State:
-        """A down message with the crafted entries in it."""
+        """Return a down message with the crafted entries."""
         missing = [name for name in self.entries if name not in received]
         if missing:
             raise FederationError(f"Clients do not receive {missing[0]} under that name: set place='front'.")
         return {**received, **{name: value.to(received[name]) for name, value in self.entries.items()}}
 
     def layers(self, state: State) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the layer that sorts."""
+        """Return weight and bias of the sorting layer."""
         return state[f"{self.layer}.weight"], state[f"{self.layer}.bias"]
 
 
 class Reading(NamedTuple):
-    """The samples of one client as a server read them."""
+    """One client's samples as read by a server."""
 
     client: int
     view: str
     images: Tensor
-    """The nearest one that was read for each of the client's samples, shape (n, ...)."""
+    """The nearest reconstruction of each of the client's samples, shape (n, ...)."""
     originals: Tensor
     """The client's samples."""
     labels: list[int]
 
 
 class _Asked(NamedTuple):
-    """A client's answer: the change of the layer that sorts, and what it was made on."""
+    """A client's update: the change of the sorting layer, and the samples."""
 
     rows: Tensor
     message: Message
@@ -127,24 +127,23 @@ def imprint_clients(
     reference: Tensor | None = None,
     most: int | None = None,
 ) -> tuple[list[Row], list[Reading]]:
-    """Read samples out of the answers to a crafted message.
+    """Read samples from the updates to a crafted message.
 
     Args:
         run: the run.
         views: the adversaries, of ``server``, ``sums`` and ``colluding``.
-        trap: what is sent.
-        batch: samples of a client that is asked; None means all it has, trained on as in a round.
-        steps: local steps on the batch.
-        answered: exchanges of a round in which the server sent it, by client; None asks for answers, and nothing is
-            kept of them.
+        trap: the crafted entries.
+        batch: number of samples of a client; None means a round of training on all its samples.
+        steps: number of local steps on the batch.
+        answered: exchanges of a round with the crafted message, by client; None requests updates and discards the
+            clients' new state.
         groups: the clients' groups, for the report.
         reference: the server's own rows, whose mean is a baseline.
-        most: of how many clients that answered in the run samples are read; None means all.
+        most: maximum number of clients in ``answered`` to read; None means all.
 
     Returns:
-        One row per client and view with ``read``, the number of the client's samples that came out at 40 dB or more,
-        ``share``, of all its samples, and the mean ``psnr`` and ``ssim``; the baselines ``grey`` and ``mean``; and the
-        images.
+        One row per client and view with ``read``, the number of the client's samples reconstructed at 40 dB or more,
+        their ``share``, and the mean ``psnr`` and ``ssim``; the baselines ``grey`` and ``mean``; and the images.
     """
     module, pixels = run.module, Pixels.of(run.module.federation)
     rows, readings = list[Row](), list[Reading]()
@@ -182,7 +181,7 @@ def _scores(images: Tensor, originals: Tensor) -> dict[str, float]:
 
 
 def _nearest(found: Tensor, originals: Tensor, pixels: Pixels) -> Tensor:
-    """For each original the image that was read nearest to it, a grey one if nothing was."""
+    """Return the nearest reconstruction of each original, or a grey image if there are none."""
     shape = originals.shape[1:]
     images = pixels.from_net(found.view(-1, *shape)).clamp(0, 1)
     images = images[images.flatten(1).isfinite().all(1)]
@@ -201,7 +200,7 @@ def _asked(
     steps: int,
     answered: Mapping[int, tuple[State, State]] | None,
 ) -> _Asked:
-    """The change of the layer that sorts, as a client's answer shows it."""
+    """Return the change of the sorting layer from a client's update."""
     module = run.module
     rows = module.federation.train[client]
     if batch is not None and answered is None:
@@ -222,7 +221,7 @@ def _asked(
 def _answer(
     module: FederatedModule, client: int, received: State, rows: Tensor | None, protect: Protection | None, steps: int
 ) -> State:
-    """A client's answer to a message of a few steps on some of its samples, or of a whole round."""
+    """Return a client's update after a few steps on some of its samples, or after a whole round."""
     if rows is not None:
         return small_update(module, client, rows, protect, steps, received)[1]
     me = module.simulation.me(client, module.setting())
@@ -234,7 +233,7 @@ def _answer(
 
 
 def _behind(run: Run, trap: Trap, pixels: Pixels, client: int, rows: Tensor, batch: int | None, steps: int) -> State:
-    """The answer of a client whose net has a layer in front, by plain local SGD on the method's own loss."""
+    """Return the update of a client with a layer in front of its net, by plain SGD on the method's loss."""
     module, local, front = run.module, run.module.local, trap.front
     assert front is not None
     if local.not_plain:
@@ -267,7 +266,7 @@ def _behind(run: Run, trap: Trap, pixels: Pixels, client: int, rows: Tensor, bat
 
 
 def _strength(module: FederatedModule, front: Imprint, x: Tensor, y: Tensor, steps: int) -> float:
-    """Factor of what a layer in front adds, so that a local round changes the layer by about ``MOVED`` of itself."""
+    """Return the strength of a layer in front at which a local round changes it by about ``MOVED``, relatively."""
     state = {name: value.detach() for name, value in module.server_state().items()}
     (found,) = torch.autograd.grad(_plain(module)(state, front(x), y), [front.weight])
     most = float((found.abs().amax(0) / front.weight.detach().abs().amax(0)).max()) * module.local.lr * steps

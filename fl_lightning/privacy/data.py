@@ -1,7 +1,7 @@
-"""Whose samples an attack uses: members, non-members and the adversary's own, all of them disjoint.
+"""Samples of an attack: members, non-members and the adversary's own, all disjoint.
 
-Non-members have the same classes in the same numbers as the members beside them. Else an attack on a client with two
-classes would only have to tell the classes apart.
+Non-members have the same class counts as the members. Otherwise, an attack on a client with two classes would only have
+to classify samples.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fl_lightning.errors import FederationError
 from fl_lightning.federation import ClientIndex, Federation
 
 Rows = NDArray[np.int64]
-#: Share of the rows that nobody trains on that the adversary gets; the rest are non-members.
+#: The adversary's share of unused rows; the rest are non-members.
 ADVERSARY = 2 / 3
-#: Fewer members or non-members than this say nothing.
+#: Minimum number of members and non-members.
 FEWEST = 8
-#: Clients of a shadow federation are given up before they have fewer rows than this.
+#: Minimum number of rows of a shadow's client; with fewer rows, shadows have fewer clients.
 FEW = 32
 
 
@@ -33,11 +33,11 @@ class AttackData:
 
     Args:
         members: training rows of each attacked client.
-        nonmembers: for each of them as many rows of the same classes, on which no client trains.
+        nonmembers: the same number of rows of the same classes for each of them, on which no client trains.
         pool: the adversary's own rows, for shadows.
-        reference: rows on which the adversary guesses what it does not see.
-        source: ``unowned`` if non-members and the adversary's rows belong to no client at all, ``held out`` if too few
-            do and clients' test rows, on which nobody trains either, are used too.
+        reference: the adversary's rows to guess unseen entries with.
+        source: ``unowned`` if non-members and the adversary's rows belong to no client, ``held out`` if clients' test
+            rows, on which no client trains either, are used too because there are too few.
     """
 
     members: dict[int, Tensor]
@@ -48,7 +48,7 @@ class AttackData:
 
 
 class _Pool:
-    """Rows by class, shuffled; what is taken is gone unless it is only looked at."""
+    """Rows by class, shuffled; ``take`` removes rows, ``draw`` does not."""
 
     def __init__(self, rows: Rows, labels: Rows, classes: int, rng: np.random.Generator) -> None:
         shuffled = rng.permutation(rows)
@@ -59,30 +59,30 @@ class _Pool:
         return np.array([len(rows) for rows in self.lists])
 
     def take(self, wanted: Rows) -> Rows:
-        """Up to the wanted number of each class, removed from the pool."""
+        """Remove and return up to the wanted number of each class."""
         cut = np.minimum(wanted, self.counts)
         taken = [rows[:n] for rows, n in zip(self.lists, cut, strict=True)]
         self.lists = [rows[n:] for rows, n in zip(self.lists, cut, strict=True)]
         return np.concatenate(taken)
 
     def draw(self, wanted: Rows, rng: np.random.Generator) -> Rows:
-        """The wanted number of each class, which must be there, left in the pool."""
+        """Return the wanted number of each class, which must exist, without removing them."""
         return np.concatenate([rng.choice(rows, n, replace=False) for rows, n in zip(self.lists, wanted, strict=True)])
 
 
 def attack_data(
     federation: Federation, clients: Sequence[int], seed: int, samples: int = 1000, shadow_clients: int = 0
 ) -> AttackData:
-    """Deal the rows that nobody trains on: some are non-members, the others the adversary's own.
+    """Divide rows that no client trains on into non-members and the adversary's own.
 
     A pure function of its arguments.
 
     Args:
         federation: the clients' data.
-        clients: the clients that are attacked.
+        clients: the attacked clients.
         seed: the run's seed.
-        samples: members and non-members of each client at most.
-        shadow_clients: clients of a shadow federation, for which the adversary would like to have rows.
+        samples: maximum number of members and non-members of each client.
+        shadow_clients: number of clients of a shadow federation, which determines the rows needed.
     """
     labels, classes = federation.targets.cpu().numpy(), federation.num_classes
     size = min(samples, int(federation.train.sizes.median()))
@@ -111,18 +111,18 @@ def attack_data(
 def deal_shadows(
     rows: Tensor, runs: int, clients: int, size: int, seed: int, wanted: Tensor | None = None
 ) -> list[list[Tensor]]:
-    """The rows that each client of some shadow federations trains on; of every two federations each row is in one.
+    """Deal training rows to clients of shadow federations; each row is in one of every two federations.
 
-    Clients are dealt rows at random: the adversary does not know which classes the target's clients have. Where rows
-    are few, clients get fewer of them, and below ``FEW`` there are fewer clients.
+    Rows are dealt at random, because the adversary does not know the classes of the target's clients. With few rows,
+    clients have fewer rows, and below ``FEW`` there are fewer clients.
 
     Args:
-        rows: the adversary's own.
+        rows: the adversary's own rows.
         runs: number of federations.
         clients: number of clients of each.
-        size: rows of a client at most.
+        size: maximum number of rows of a client.
         seed: the run's seed.
-        wanted: rows that are dealt before any other.
+        wanted: rows to deal first.
     """
     rng = seeding.stream(seed, "attack.shadows")
     rows = rows[seeding.permutation(rng, len(rows))]
@@ -145,14 +145,14 @@ def deal_shadows(
 
 
 def as_clients(federation: Federation, train: Sequence[Tensor], test: Sequence[Tensor] | None = None) -> Federation:
-    """A federation whose clients own these rows and nothing else."""
+    """Return a federation whose clients own only these rows."""
     index = ClientIndex.of([rows.cpu() for rows in train]).to(federation.device)
     held = index if test is None else ClientIndex.of([rows.cpu() for rows in test]).to(federation.device)
     return replace(federation, train=index, test=held, val=None, global_test=None, label_maps=None, meta={})
 
 
 def _untrained(federation: Federation, needed: int) -> tuple[Rows, str]:
-    """Rows of the trained classes that nobody trains on, and whether some of them are clients' test rows."""
+    """Return rows of the trained classes that no client trains on, and their source."""
     targets, classes = federation.targets, federation.num_classes
     trained = torch.bincount(targets[federation.train.flat], minlength=classes)
     free = trained[targets] > 0
@@ -167,7 +167,7 @@ def _untrained(federation: Federation, needed: int) -> tuple[Rows, str]:
 
 
 def _in_proportion(counts: Rows, total: int) -> Rows:
-    """Counts in the same proportions that sum up to ``total``, or a little less."""
+    """Scale counts to sum to ``total`` or slightly less."""
     share = total / max(int(counts.sum()), 1)
     return np.floor(counts * share + 1e-9).astype(np.int64)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Differential privacy for clients: bounded updates, Gaussian noise, and what they amount to (epsilon)."""
+"""Client-level differential privacy: clipped updates, Gaussian noise, and their epsilon."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fl_lightning.privacy import accounting
 from fl_lightning.privacy.accounting import Release
 from fl_lightning.wire import Message, State, Weighting, message_weights
 
-#: Draws standard normals of a shape in float64.
+#: Function that draws standard normals of a shape in float64.
 Normal = Callable[[Sequence[int]], Tensor]
 
 
 def change(sent: State, received: State) -> State:
-    """Changes in a client's message: its floating entries less those that the client received under the same name."""
+    """Return a client's update: floating-point entries sent minus those received under the same name."""
     return {
         name: value - received[name] if name in received else value
         for name, value in sent.items()
@@ -30,17 +30,17 @@ def change(sent: State, received: State) -> State:
 
 
 def norm(tensors: State) -> float:
-    """Euclidean norm of all entries together, in float64."""
+    """Return the joint Euclidean norm of all entries, in float64."""
     return math.sqrt(sum(float(value.double().pow(2).sum()) for value in tensors.values()))
 
 
 def clipped(sent: State, received: State, bound: float) -> State:
-    """The message with its change scaled down, if need be, to a joint norm of ``bound``; integer entries stay.
+    """Clip a message's update to a joint norm of ``bound``; integer entries do not change.
 
     Args:
         sent: an up message.
         received: the down message before it.
-        bound: largest norm.
+        bound: maximum norm.
 
     Example:
         >>> clipped({"w": torch.tensor([3.0, 5.0])}, {"w": torch.tensor([0.0, 1.0])}, bound=1.0)["w"]
@@ -51,15 +51,15 @@ def clipped(sent: State, received: State, bound: float) -> State:
 
 
 def scaled(sent: State, received: State, factor: float) -> State:
-    """The message with its change multiplied by a factor; integer entries stay."""
+    """Multiply a message's update by a factor; integer entries do not change."""
     moved = change(sent, received)
     return {n: received.get(n, torch.zeros_like(v)) + factor * moved[n] if n in moved else v for n, v in sent.items()}
 
 
 def noised(message: State, std: float, normal: Normal) -> State:
-    """The message with Gaussian noise on every floating entry; integer entries stay.
+    """Add Gaussian noise to every floating-point entry; integer entries do not change.
 
-    The sum is taken in float64 and rounded to the entry's own precision last.
+    The sum is computed in float64 and then rounded to the entry's own precision.
 
     Args:
         message: the named tensors.
@@ -73,17 +73,17 @@ def noised(message: State, std: float, normal: Normal) -> State:
 
 
 def seeded_normal(rng: np.random.Generator) -> Normal:
-    """Draws from a stream that whoever knows the seed can repeat."""
+    """Draw from a generator that is reproducible by the seed."""
     return lambda shape: seeding.normal(rng, shape, torch.float64)
 
 
 def central_std(noise_multiplier: float, bound: float, messages: Sequence[Message], weighting: Weighting) -> float:
-    """Noise for each message such that their weighted mean has the noise that hides any one client.
+    """Return the noise per message for which the weighted mean has the noise that hides any one client.
 
-    With nothing (0) instead of the update of a client of weight p, weights being public, the mean moves by
-    p * bound at most, so its noise must have the standard deviation noise_multiplier * bound * max(p). Independent
-    noise of standard deviation s on every message gives the mean s * sqrt(sum p^2). Put on the messages, the noise
-    reaches whatever a method makes of them.
+    If the update of a client of public weight p is replaced by 0, the mean changes by at most p * bound, so its noise
+    must have the standard deviation noise_multiplier * bound * max(p). Independent noise of standard deviation s on
+    every message gives the mean s * sqrt(sum p^2). Noise on messages covers everything that a method computes from
+    them.
 
     Example:
         >>> four = [Message(client, {}, samples=10) for client in range(4)]
@@ -95,13 +95,13 @@ def central_std(noise_multiplier: float, bound: float, messages: Sequence[Messag
 
 
 def next_bound(bound: float, inside: float, quantile: float, rate: float) -> float:
-    """A bound that more updates are below in the next round, or fewer (Andrew et al., 2021).
+    """Return the bound of the next round, moved towards a quantile of the norms (Andrew et al., 2021).
 
     Args:
-        bound: the present one.
+        bound: the current bound.
         inside: noisy share of the updates below it.
-        quantile: the share that is to be below it.
-        rate: how fast it moves, by a geometric step.
+        quantile: target share of updates below it.
+        rate: learning rate of the geometric step.
 
     Example:
         >>> next_bound(1.0, 0.5, 0.5, 0.2), round(next_bound(1.0, 1.0, 0.5, 0.2), 4)
@@ -111,9 +111,9 @@ def next_bound(bound: float, inside: float, quantile: float, rate: float) -> flo
 
 
 def split_noise(noise_multiplier: float, count_std: float) -> float:
-    """The noise multiplier of the updates where a count with noise is released, too, and both cost as one.
+    """Return the noise multiplier of updates such that releasing a noisy count too costs the same in total.
 
-    The count changes by a half, so that noise_multiplier^-2 = updates^-2 + (2 count_std)^-2.
+    The sensitivity of the count is 1/2, so noise_multiplier^-2 = updates^-2 + (2 count_std)^-2.
 
     Example:
         >>> round(split_noise(1.0, 5.0), 6)
@@ -129,13 +129,13 @@ def split_noise(noise_multiplier: float, count_std: float) -> float:
 
 
 def epsilon(releases: Sequence[Release], delta: float, accountant: str = "pld") -> float:
-    """The epsilon of releases with Gaussian noise.
+    """Return the epsilon of releases with Gaussian noise.
 
     Args:
         releases: of any kinds.
-        delta: the probability with which the bound may fail.
-        accountant: ``pld`` (:mod:`fl_lightning.privacy.accounting`), or ``rdp`` or ``prv`` of opacus, which know no
-            cohorts of a fixed size.
+        delta: probability that the bound fails.
+        accountant: ``pld`` (:mod:`fl_lightning.privacy.accounting`), or opacus's ``rdp`` or ``prv``, which do not
+            support cohorts of a fixed size.
 
     Returns:
         Epsilon; infinite without noise, 0 without a release.
@@ -149,7 +149,7 @@ def epsilon(releases: Sequence[Release], delta: float, accountant: str = "pld") 
             f"The accountant {accountant} needs opacus: pip install 'fl-lightning[privacy]', or use pld."
         ) from error
     if any(one.kind == "fixed" and one.rate < 1 for one in releases):
-        raise FederationError(f"The accountant {accountant} knows no cohorts of a fixed size: use pld.")
+        raise FederationError(f"The accountant {accountant} does not support cohorts of a fixed size: use pld.")
     if any(one.noise <= 0 for one in releases):
         return math.inf
     if not releases:

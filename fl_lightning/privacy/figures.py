@@ -1,4 +1,4 @@
-"""Pictures of attacks: ROC curves, reconstructions with their originals, attack against epsilon."""
+"""Figures of attacks: ROC curves, reconstructions with their originals, attack against epsilon."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fl_lightning.metrics import attack_auroc, clopper_pearson, psnr, roc, ssim
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Images of a picture at most.
+#: Maximum number of images in a figure.
 MOST = 12
-#: Logarithmic axes need a share of false alarms as small as this.
+#: Minimum resolution of the false positive rate for logarithmic axes.
 COARSE = 0.01
 
 
 def roc_figure(
     attacks: Mapping[str, tuple[Tensor, Tensor]], least: float = 1e-4, found: str = "members found"
 ) -> Figure:
-    """ROC curves on logarithmic axes, with the exact 95% interval of the members found.
+    """Draw ROC curves on logarithmic axes, with exact 95% intervals of the true positive rate.
 
-    Axes are linear where there are fewer than 100 non-members: then no share of false alarms is small.
+    Axes are linear with fewer than 100 non-members.
 
     Args:
         attacks: scores and members by name.
-        least: where the axes begin, unless one over the number of non-members is larger.
-        found: what the upright axis is called.
+        least: lower limit of the axes, or one over the number of non-members if larger.
+        found: label of the vertical axis.
     """
     from matplotlib.figure import Figure
 
@@ -61,12 +61,12 @@ def roc_figure(
 
 
 def images_figure(originals: Tensor, found: Tensor, titles: Sequence[str] | None = None) -> Figure:
-    """Originals above their reconstructions, with PSNR and SSIM, and labels if they are given.
+    """Draw originals above their reconstructions, with PSNR, SSIM and optional titles.
 
     Args:
         originals: pixels in [0, 1], shape (n, channels, height, width).
         found: likewise.
-        titles: what stands above each original.
+        titles: title of each original.
     """
     from matplotlib.figure import Figure
 
@@ -84,11 +84,11 @@ def images_figure(originals: Tensor, found: Tensor, titles: Sequence[str] | None
 
 
 def budget_figure(points: Sequence[tuple[float, float, float]], attack: str = "attack") -> Figure:
-    """Accuracy and the strength of an attack by epsilon.
+    """Draw accuracy and strength of an attack over epsilon.
 
     Args:
         points: epsilon, accuracy and strength.
-        attack: what the strength is called.
+        attack: label of the strength.
     """
     from matplotlib.figure import Figure
 
@@ -105,11 +105,11 @@ def budget_figure(points: Sequence[tuple[float, float, float]], attack: str = "a
 
 
 def rules_figure(accuracies: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
-    """Accuracy under attack by rule: a row for each rule, a column for each attack, as numbers on colours.
+    """Draw accuracy under attack as a heat map, with a row per rule and a column per attack.
 
     Args:
-        accuracies: in percent, by rule and attack; NaN for a run that the attack ended.
-        title: of the picture.
+        accuracies: accuracies in percent by rule and attack; NaN for a run that the attack ended.
+        title: title of the figure.
     """
     from matplotlib.figure import Figure
 
@@ -132,14 +132,14 @@ def rules_figure(accuracies: Mapping[str, Mapping[str, float]], title: str = "")
 def show_figure(
     trainer: Trainer, name: str, make: Callable[[], Figure], step: int, folder: str | None = None
 ) -> str | None:
-    """Give a picture to the loggers and write it to the log folder; returns the file's name, if one is written.
+    """Log a figure and save it in the log folder; returns the file's name if one is written.
 
     Args:
-        trainer: whose loggers are meant.
-        name: of the picture, such as ``membership/server``.
-        make: draws it, if somebody is to see it.
+        trainer: the Trainer with the loggers.
+        name: name of the figure, such as ``membership/server``.
+        make: draws the figure; called only if it is logged or saved.
         step: the number of rounds.
-        folder: where the file is written; None means the Trainer's log folder.
+        folder: folder of the file; None means the Trainer's log folder.
     """
     where = folder or trainer.log_dir
     if not trainer.is_global_zero or (not trainer.loggers and where is None):

@@ -1,9 +1,9 @@
-"""Samples out of gradients: attacks on any model, as functions of its loss and of tensors.
+"""Gradient leakage attacks on any model, as functions of its loss and tensors.
 
-A step of SGD on one sample changes a dense first layer by an outer product of an error and the sample, whatever lies
-behind the layer. Its right singular vector is the sample up to scale and sign, which the range of pixels decides
-(:func:`rank_one`); with a bias the ratio of two gradients is the sample itself (:func:`analytic`, Phong et al., 2017).
-Several steps on the same sample add up to an outer product, too. Otherwise samples are searched whose local steps
+A step of SGD on one sample changes a dense first layer by an outer product of an error and the sample, regardless of
+later layers. Its right singular vector is the sample up to scale and sign, which follow from the range of pixels
+(:func:`rank_one`); with a bias, the ratio of two gradients is the sample (:func:`analytic`, Phong et al., 2017).
+Several steps on the same sample also sum to an outer product. Otherwise, optimisation finds samples whose local steps
 change the model in the observed direction (:class:`Matching`, Geiping et al., 2020).
 """
 
@@ -22,32 +22,32 @@ from fl_lightning import seeding
 from fl_lightning.metrics import total_variation
 from fl_lightning.wire import State
 
-#: ``loss(state, x, y)``: the loss of a batch under named tensors.
+#: ``loss(state, x, y)``: loss of a batch, given the model's named tensors.
 Loss = Callable[[State, Tensor, Tensor], Tensor]
-#: From images with pixels in [0, 1] to a model's inputs, differentiable.
+#: Differentiable conversion of images with pixels in [0, 1] to a model's inputs.
 ToNet = Callable[[Tensor], Tensor]
 #: Relative size below which an entry of a direction is rounding error.
 ROUNDING = 1e-4
 #: Errors of a direction's entries that count as noise.
 SPREAD = 4.0
-#: Parts of the search after which its learning rate falls to a tenth.
+#: Fractions of the search after which the learning rate is divided by ten.
 MILESTONES = (3 / 8, 5 / 8, 7 / 8)
-#: The share of its steps with which every class is tried.
+#: Fraction of the steps used to try every class.
 TRIAL = 0.2
 
 
 def model_loss(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> Loss:
-    """The loss of an ordinary model as a function of its named tensors.
+    """Return the loss of a model as a function of its named tensors.
 
     Args:
-        model: any module; its own weights are not touched.
-        loss: of outputs and labels.
+        model: any module; its own weights are not changed.
+        loss: function of outputs and labels.
     """
     return lambda state, x, y: loss(torch.func.functional_call(model, state, (x,)), y)
 
 
 def analytic(weight: Tensor, bias: Tensor) -> Tensor | None:
-    """The input of a dense layer out of the gradients of its weight and its bias for one sample; None if both are zero.
+    """Return the input of a dense layer from its weight and bias gradients for one sample; None if both are zero.
 
     Args:
         weight: shape (out, in).
@@ -63,18 +63,18 @@ def analytic(weight: Tensor, bias: Tensor) -> Tensor | None:
 
 
 class RankOne(NamedTuple):
-    """An outer product as found in a layer's change."""
+    """Rank-one approximation of a layer's change."""
 
     direction: Tensor
     """The right singular vector, of length one, shape (in,)."""
     share: float
     """Its share of the squared norm of the change; 1 for one sample, less for several."""
     error: float = 0.0
-    """By how much an entry of the direction is off, as a part of the root mean square, if the rest is noise."""
+    """Error of the direction's entries relative to their root mean square, if the rest is noise."""
 
 
 def rank_one(change: Tensor) -> RankOne | None:
-    """The sample that a dense layer was trained on, up to scale and sign, whatever labels and later layers were.
+    """Return the sample that a dense layer was trained on, up to scale and sign, for any labels and later layers.
 
     Args:
         change: gradient or change of the matrix that multiplies the input, shape (out, in): the weight of a dense
@@ -101,19 +101,19 @@ def rank_one(change: Tensor) -> RankOne | None:
 
 
 def in_range(direction: Tensor, low: Tensor, high: Tensor, error: float = 0.0) -> Tensor:
-    """Inputs along a direction, as large as the range of pixels allows, the likelier sign first.
+    """Return the largest inputs along a direction within the range of pixels, the likelier sign first.
 
-    An image that has a black or a white pixel is the largest one along its direction. Of the two signs the one
-    that puts more pixels at an end of the range is likelier.
+    An image with a black or white pixel is the largest one along its direction. The sign with more pixels at an end of
+    the range is likelier.
 
     Args:
         direction: shape (n,).
         low: input of a black pixel, broadcast over the direction.
         high: input of a white pixel, likewise.
-        error: by how much entries of the direction are off, as :attr:`RankOne.error`.
+        error: error of the direction's entries, as in :attr:`RankOne.error`.
 
     Returns:
-        Shape (2, n), or (1, n) where one sign fits no image.
+        Shape (2, n), or (1, n) if one sign gives no image.
 
     Example:
         >>> in_range(torch.tensor([-0.6, -0.6, 0.52]), torch.tensor(-1.0), torch.tensor(2.0))[0]
@@ -132,10 +132,10 @@ def in_range(direction: Tensor, low: Tensor, high: Tensor, error: float = 0.0) -
 
 
 def labels_of_head(rows: Tensor, batch: int) -> Tensor:
-    """Labels of a batch, sorted, by the gradient of the last layer (Zhao et al., 2020; Geng et al., 2021 for batches).
+    """Infer the sorted labels of a batch from the last layer's gradient (Zhao et al., 2020; Geng et al., 2021).
 
     The gradient of class c's row is the mean of (p_c - 1[y = c]) times positive features, so the rows of present
-    classes are the negative ones. Every present class is taken once, the others by how negative their rows are.
+    classes are the negative ones. Every present class is counted once, further labels by how negative their rows are.
 
     Args:
         rows: gradient of the last bias, or of the last weight summed over its inputs, shape (classes,).
@@ -158,14 +158,14 @@ def labels_of_head(rows: Tensor, batch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Local SGD as the adversary repeats it.
+    """Local SGD as simulated by the adversary.
 
     Args:
         lr: learning rate.
-        batches: which of the samples each step is made on; None is one step on all of them.
+        batches: sample indices of each step; None means one step on all samples.
         weight_decay: as in ``torch.optim.SGD``.
         momentum: as in ``torch.optim.SGD``.
-        trained: the entries that the client trains, those that it keeps included; None means those that are observed.
+        trained: the entries that the client trains, including private ones; None means the observed ones.
     """
 
     lr: float = 1.0
@@ -175,12 +175,12 @@ class LocalSteps:
     trained: Sequence[str] | None = None
 
     def change(self, loss: Loss, state: State, names: Sequence[str], x: Tensor, y: Tensor) -> State:
-        """Received less sent entries of a client that trains on these samples, differentiable in them.
+        """Return received minus sent entries of a client trained on these samples, differentiable in the samples.
 
         Args:
             loss: the client's objective.
-            state: the model that it received.
-            names: the entries that are observed.
+            state: the received model.
+            names: the observed entries.
             x: inputs, shape (n, ...).
             y: labels, shape (n,).
         """
@@ -200,30 +200,30 @@ class LocalSteps:
 
 
 class Match(NamedTuple):
-    """Samples that explain a change."""
+    """Samples found for an observed change."""
 
     images: Tensor
     """Pixels in [0, 1], shape (n, ...)."""
     labels: Tensor
     """Their labels, shape (n,)."""
     distance: float
-    """One minus the cosine of the change that they make and the one observed."""
+    """One minus the cosine of their change and the observed one."""
 
 
 @dataclass(frozen=True)
 class Matching:
-    """A search for samples: Adam on one minus the cosine of the changes and total variation.
+    """Gradient matching: Adam on one minus the cosine of the changes plus total variation.
 
-    Geiping et al. take the sign of the gradient before Adam, a total variation of 0.1 (their 0.2 is of the mean over
-    both directions, ours of the sum), a learning rate of 0.1 that falls to a tenth after 3/8, 5/8 and 7/8 of 24,000
-    steps, and the best of 8 starts.
+    Geiping et al. use the sign of the gradient in Adam, a total variation weight of 0.1 (0.2 in their normalisation,
+    the mean over both directions instead of the sum), a learning rate of 0.1, divided by ten after 3/8, 5/8 and 7/8 of
+    24,000 steps, and the best of 8 restarts.
 
     Args:
-        steps: steps of Adam.
-        starts: searches, of which the best match is kept.
+        steps: number of steps of Adam.
+        starts: number of restarts, of which the best match is kept.
         rate: learning rate of Adam.
         variation: weight of the total variation.
-        signed: whether Adam steps along the signs of the gradient.
+        signed: whether Adam uses the signs of the gradient.
     """
 
     steps: int = 500
@@ -244,19 +244,19 @@ class Matching:
         local: LocalSteps = LocalSteps(),  # noqa: B008 - frozen
         classes: int = 0,
     ) -> Match:
-        """Samples whose local steps from ``state`` change the model most nearly in the observed direction.
+        """Search for samples whose local steps from ``state`` change the model in the observed direction.
 
         Args:
             loss: the client's objective.
-            state: the model that the client received.
-            change: the observed entries, received less sent.
-            labels: shape (n,), or None where they are not known: then every class is tried for one sample, and of
-                several samples every start draws labels at random.
-            shape: of the samples, (n, ...).
-            rng: where starts are drawn.
-            to_net: from pixels to the model's inputs.
-            local: the steps that the client makes.
-            classes: number of classes, where labels are not known.
+            state: the model received by the client.
+            change: the observed entries, received minus sent.
+            labels: shape (n,), or None if unknown: then every class is tried for a single sample, and every restart
+                draws random labels for several samples.
+            shape: shape of the samples, (n, ...).
+            rng: generator of the starts.
+            to_net: conversion of pixels to the model's inputs.
+            local: the client's local steps.
+            classes: number of classes, if labels are unknown.
         """
         dtype = next(iter(change.values())).dtype
         device = next(iter(change.values())).device
@@ -287,7 +287,7 @@ class Matching:
         local: LocalSteps,
         steps: int,
     ) -> Match:
-        """One search from ``start``."""
+        """Run one search from ``start``."""
         images = start.clone().requires_grad_()
         optimizer = torch.optim.Adam([images], self.rate)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [int(m * steps) for m in MILESTONES])

@@ -1,6 +1,6 @@
-"""Hostile clients: who they are, and what they make of samples and updates; functions of tensors.
+"""Hostile clients and their poisons of samples and updates, as functions of tensors.
 
-Updates are rows: what a client sends less what it received, flat.
+Updates are rows: a client's sent minus received entries, flattened.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 from fl_lightning import seeding
 from fl_lightning.errors import FederationError
 
-#: Halvings of the search for the largest perturbation.
+#: Number of bisection steps for the largest perturbation.
 HALVINGS = 40
 
 
 def hostile_clients(seed: int, clients: int, share: float) -> list[int]:
-    """The hostile ones among some clients, a pure function of the seed; the share is rounded, and not to nobody.
+    """Choose hostile clients as a pure function of the seed; the share is rounded to at least one client.
 
     Example:
         >>> hostile_clients(0, 10, 0.3) == hostile_clients(0, 10, 0.3), len(hostile_clients(1, 10, 0.3))
@@ -30,7 +30,7 @@ def hostile_clients(seed: int, clients: int, share: float) -> list[int]:
 
 
 def flipped(labels: Tensor, classes: int) -> Tensor:
-    """Every label as the one at the other end, classes - 1 - y.
+    """Flip every label to classes - 1 - y.
 
     Example:
         >>> flipped(torch.tensor([0, 1, 9]), 10)
@@ -40,12 +40,12 @@ def flipped(labels: Tensor, classes: int) -> Tensor:
 
 
 def stamped(inputs: Tensor, value: float, size: int = 3) -> Tensor:
-    """Copies with a trigger: a square in the lower right corner of images, the last features of anything else.
+    """Return copies with a trigger: a square in the lower right corner of images, the last features otherwise.
 
     Args:
         inputs: samples as stored, shape (n, ...).
-        value: of the trigger, in the units in which samples are stored.
-        size: its side.
+        value: value of the trigger, in the units of stored samples.
+        size: side length of the trigger.
 
     Example:
         >>> stamped(torch.zeros(1, 4), 1.0, 2)
@@ -60,12 +60,12 @@ def stamped(inputs: Tensor, value: float, size: int = 3) -> Tensor:
 
 
 def little(honest: Tensor, hostile: int, clients: int) -> Tensor:
-    """A little is enough (Baruch et al., 2019): the mean less as many standard deviations as just keep a majority.
+    """A little is enough (Baruch et al., 2019): the mean minus the most standard deviations that keep a majority.
 
     Args:
-        honest: updates to measure mean and standard deviation by, shape (n, D).
+        honest: updates to compute mean and standard deviation from, shape (n, D).
         hostile: number of hostile clients.
-        clients: number of all clients of the round.
+        clients: number of clients of the round.
 
     Example:
         >>> round(little_factor(24, 50), 4)
@@ -75,7 +75,7 @@ def little(honest: Tensor, hostile: int, clients: int) -> Tensor:
 
 
 def little_factor(hostile: int, clients: int) -> float:
-    """The number of standard deviations: so many honest clients lie further out as are needed for a majority."""
+    """Return the number of standard deviations: enough honest clients for a majority are further out."""
     supporters = clients // 2 + 1 - hostile
     others = clients - hostile
     if not others > 0:
@@ -84,9 +84,9 @@ def little_factor(hostile: int, clients: int) -> float:
 
 
 def min_max(honest: Tensor) -> Tensor:
-    """The update furthest from the mean, against it, that is no further from any other than two of them are apart.
+    """Return the update furthest from the mean whose distances to others do not exceed the largest among them.
 
-    Shejwalkar and Houmansadr (2021), with minus the standard deviation as the direction.
+    Shejwalkar and Houmansadr (2021), with the negative standard deviation as the direction.
 
     Args:
         honest: updates to hide among, shape (n, D).

@@ -1,9 +1,9 @@
-"""A server that crafts its message: an imprint layer sorts the samples of a batch into bins (Fowl et al., 2022).
+"""Imprint layers of a malicious server, which sort the samples of a batch into bins (Fowl et al., 2022).
 
-Functions of modules and tensors. The server sends a dense layer all of whose rows measure one thing, such as the
-brightness of an image, with thresholds between the bins. A row is active for every sample above its threshold, so that
-the difference of the gradients of two neighbouring rows is that of the samples between their thresholds: where that is
-one sample, their ratio is the sample.
+Functions of modules and tensors. All rows of the crafted dense layer measure the same quantity, such as the brightness
+of an image, with different thresholds between the bins. A row is active for every sample above its threshold, so the
+difference of the gradients of neighbouring rows is due to the samples between their thresholds: for a single sample,
+the ratio of weight and bias gradients is the sample.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fl_lightning.wire import State
 
 
 def imprint(size: int, thresholds: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a layer that measures the mean of its inputs, for a ReLU behind it.
+    """Return weight and bias of a layer that measures the mean of its inputs, followed by a ReLU.
 
     Args:
         size: of an input.
-        thresholds: in ascending order, such as quantiles of the mean on data of the server's own, shape (bins,).
-        scale: of the layer.
+        thresholds: ascending thresholds, such as quantiles of the mean on the server's own data, shape (bins,).
+        scale: scale of the layer.
 
     Returns:
         Weight of shape (bins, size) and bias of shape (bins,).
@@ -36,9 +36,9 @@ def imprint(size: int, thresholds: Tensor, scale: float = 1.0) -> tuple[Tensor, 
 
 
 def read(weight: Tensor, bias: Tensor) -> Tensor:
-    """The samples that are alone in a bin, out of the gradients or changes of the layer; others come out as mixtures.
+    """Read the samples that are alone in a bin from the layer's gradients or changes; others are mixtures.
 
-    The layer's rows must count alike in what follows, as they do behind a layer of equal columns.
+    The following layer must weight all rows equally, as a layer with equal columns does.
 
     Args:
         weight: shape (bins, size).
@@ -53,11 +53,11 @@ def read(weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def gaussian_thresholds(inputs: Tensor, bins: int) -> Tensor:
-    """Thresholds between which samples are equally likely to lie, if the means of inputs are Gaussian.
+    """Return thresholds with equally likely bins, for Gaussian means of inputs.
 
     Args:
-        inputs: samples of the server's own, as the net gets them, shape (n, ...).
-        bins: their number.
+        inputs: the server's own samples as inputs of the net, shape (n, ...).
+        bins: number of bins.
     """
     means = inputs.flatten(1).double().mean(1)
     places = torch.arange(1, bins + 1, dtype=torch.float64, device=means.device) / (bins + 1)
@@ -67,12 +67,12 @@ def gaussian_thresholds(inputs: Tensor, bins: int) -> Tensor:
 
 
 class Imprint(nn.Module):
-    """An imprint layer in front of any net: it adds next to nothing to what the net gets, and sees every sample.
+    """An imprint layer in front of any net, which hardly changes the net's inputs.
 
     Args:
         size: of an input.
-        thresholds: in ascending order, shape (bins,).
-        strength: of what it adds.
+        thresholds: ascending thresholds, shape (bins,).
+        strength: scale of the added values.
 
     Example:
         >>> front = Imprint(4, torch.tensor([0.2, 0.5]))
@@ -86,20 +86,20 @@ class Imprint(nn.Module):
         super().__init__()
         weight, bias = imprint(size, thresholds)
         self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
-        # Equal rows, so that all bins count alike, with signs by a fixed rule, so that no net is blind to them.
+        # Equal rows weight all bins equally; fixed signs ensure that nets respond to them.
         signs = torch.where(torch.arange(size, device=thresholds.device) * 7 % 5 < 2, -1.0, 1.0)
         self.register_buffer("mix", (strength * signs).to(thresholds))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The inputs, and a little of how many bins they fill."""
+        """Return the inputs plus a small multiple of the number of bins they fill."""
         filled: Tensor = F.linear(x.flatten(1), self.weight, self.bias).relu().sum(1, keepdim=True) / len(self.bias)
         return x + (filled * self.mix).view_as(x)
 
 
 def dense_layers(net: nn.Module, size: int) -> tuple[str, str] | None:
-    """Names of a first dense layer with a bias and of the dense layer behind it; None where a net has others.
+    """Return names of a first dense layer with a bias and of the next dense layer; None for other nets.
 
-    Whether they lie one behind the other with a ReLU between is for :func:`crafted` to find out.
+    Whether they are consecutive, with a ReLU between them, is tested by :func:`sorts`.
 
     Args:
         net: any net.
@@ -114,14 +114,14 @@ def dense_layers(net: nn.Module, size: int) -> tuple[str, str] | None:
 
 
 def crafted(state: State, layers: tuple[str, str], thresholds: Tensor) -> State:
-    """The entries that a malicious server puts in for those of a net with two dense layers in front.
+    """Return crafted entries for the two first dense layers of a net.
 
-    The first one sorts samples, the second one takes all of its outputs alike, by its mean column.
+    The first layer sorts samples, the second one weights all its outputs equally, by its mean column.
 
     Args:
         state: the net's entries.
-        layers: names of the two.
-        thresholds: one for each output of the first.
+        layers: names of the two layers.
+        thresholds: one threshold per output of the first layer.
     """
     first, second = layers
     like = state[f"{first}.weight"]
@@ -135,13 +135,13 @@ def crafted(state: State, layers: tuple[str, str], thresholds: Tensor) -> State:
 
 
 def sorts(loss: Loss, state: State, layer: str, x: Tensor, y: Tensor) -> bool:
-    """Whether a crafted net gives single samples away: the gradient of one, of the server's own, is it up to a factor.
+    """Whether a crafted net reveals single samples: the gradient of one is proportional to the sample.
 
     Args:
         loss: the client's objective.
         state: the crafted net.
         layer: the imprint layer.
-        x: samples of the server's own, shape (n, ...).
+        x: the server's own samples, shape (n, ...).
         y: their labels.
     """
     names = [f"{layer}.weight", f"{layer}.bias"]

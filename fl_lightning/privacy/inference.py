@@ -1,9 +1,9 @@
-"""Was this sample in a model's training data? Attacks on any classifier, taught by shadows.
+"""Membership inference attacks on any classifier, learned from shadow models.
 
-``shadow`` (Shokri et al., 2017) trains a classifier on what shadows answer for samples they were and were not trained
-on. ``loss`` (Yeom et al., 2018) calls samples of small loss members. ``lira`` (Carlini et al., 2022) and ``rmia``
-(Zarifzadeh et al., 2024) compare with shadows sample by sample; ``lira_online`` and ``rmia_online`` with shadows that
-were trained on the sample, too.
+``shadow`` (Shokri et al., 2017) trains a classifier on the shadows' outputs for their members and non-members. ``loss``
+(Yeom et al., 2018) takes samples of small loss as members. ``lira`` (Carlini et al., 2022) and ``rmia`` (Zarifzadeh et
+al., 2024) compare with shadows sample by sample; ``lira_online`` and ``rmia_online`` also with shadows that were
+trained on the sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fl_lightning.wire import State, fast_copy
 ATTACKS = ("shadow", "loss", "lira", "rmia", "lira_online", "rmia_online")
 #: The attack classifier: hidden units, learning rate of Adam, passes, batch size.
 HIDDEN, RATE, EPOCHS, BATCH = 64, 1e-3, 50, 128
-#: Samples that it is trained on, at most.
+#: Maximum number of its training samples.
 TAUGHT = 3000
 
 
@@ -52,8 +52,8 @@ class MembershipResult:
     Args:
         scores: higher means member, members first, shape (n,).
         members: whether each sample is one, shape (n,).
-        threshold: where the attacker draws the line, learned from shadows.
-        shadow_auroc: how strong the attack is on shadows, by which an attacker chooses among attacks.
+        threshold: decision threshold, learned from shadows.
+        shadow_auroc: AUROC on shadows, by which an attacker selects an attack.
     """
 
     scores: Tensor
@@ -66,14 +66,14 @@ class MembershipResult:
 def answers(
     module: FederatedModule, states: Sequence[State], federation: Federation, rows: Tensor, client: int | None = None
 ) -> Answers:
-    """Ask models about samples.
+    """Query models for samples.
 
     Args:
         module: the method, for its net.
         states: one or more models, whose answers are averaged.
         federation: the data.
         rows: the samples, shape (n,).
-        client: whose labels hold, where clients have labellings of their own.
+        client: the client whose label permutation to use, if any.
     """
     rows = rows.to(federation.device)
     target = federation.targets[rows]
@@ -90,7 +90,7 @@ def answers(
 
 
 def answers_of(logits: Tensor, target: Tensor) -> Answers:
-    """The answers of one model, given as scores by class, shape (n, classes), and the true classes, shape (n,)."""
+    """Return the answers of one model from logits, shape (n, classes), and true classes, shape (n,)."""
     log_p = logits.log_softmax(1)
     own = log_p.gather(1, target[:, None])
     others = logits.log_softmax(1).scatter(1, target[:, None], -torch.inf).logsumexp(1)
@@ -106,10 +106,10 @@ class Teacher:
         known: the models' answers for U samples, stacked, shapes (M, U, ...).
         inside: which model was trained on which sample, boolean, shape (M, U).
         outside: which model has not seen it at all; a model of a federation may have seen it through others.
-        groups: models that were trained together have the same number, shape (M,); one is no reference for another.
+        groups: number of the federation of each model, shape (M,); models of a group are no references for each other.
         others: each model's probabilities of the true class for samples that none has seen, shape (M, Z).
-        seed: of the attack classifier.
-        online: whether attacked samples are among those that shadows are trained on.
+        seed: seed of the attack classifier.
+        online: whether shadows are trained on attacked samples.
     """
 
     known: Answers
@@ -133,7 +133,7 @@ class Teacher:
         target_others: Tensor,
         members: Tensor,
     ) -> dict[str, MembershipResult]:
-        """Carry out all attacks that the shadows are enough for.
+        """Carry out all attacks for which there are enough shadows.
 
         Args:
             target: the attacked model's answers for n samples.
@@ -153,7 +153,7 @@ class Teacher:
 
     @cached_property
     def taught(self) -> dict[str, tuple[float, float]]:
-        """The line that each attack draws, and its AUROC on shadows, each shadow attacked with those trained apart."""
+        """Threshold of each attack and its AUROC on shadows, each attacked with the help of the others."""
         values: dict[str, list[Tensor]] = {}
         flags: dict[str, list[Tensor]] = {}
         for model in range(len(self.groups)):
@@ -180,7 +180,7 @@ class Teacher:
         return Answers(*(part[model][rows] for part in self.known))
 
     def _plain(self, target: Answers) -> dict[str, Tensor]:
-        """Attacks that look at the target alone."""
+        """Run attacks that use only the target."""
         return {"shadow": self._by_classifier(target.features), "loss": scores.loss_scores(target.loss)}
 
     def _compared(
@@ -192,7 +192,7 @@ class Teacher:
         others: Tensor,
         target_others: Tensor,
     ) -> dict[str, Tensor]:
-        """Attacks that compare with other models, where each sample has one."""
+        """Run attacks that compare with other models, if every sample has one."""
         if not len(others) or not bool(outside.any(0).all()):
             return {}
         odds, found = references.confidence, dict[str, Tensor]()
@@ -214,7 +214,7 @@ class Teacher:
 
     @cached_property
     def _classifier(self) -> tuple[nn.Module, Tensor, Tensor]:
-        """The trained classifier, and mean and spread of the features; of each model as many others as members."""
+        """Train the classifier on as many non-members as members of each model; return it with feature mean and std."""
         features, flags = [], []
         rng = seeding.stream(self.seed, "attack.balance")
         for model in range(len(self.groups)):
@@ -230,17 +230,17 @@ class Teacher:
 
 
 def _line(values: Tensor, flags: Tensor, half: bool) -> tuple[float, float]:
-    """The line between members and others, and the AUROC."""
+    """Return the threshold between members and others, and the AUROC."""
     return 0.5 if half else best_threshold(values, flags), float(attack_auroc(values, flags))
 
 
 def attack_classifier(features: Tensor, members: Tensor, seed: int) -> nn.Module:
-    """The classifier of the shadow attack: an MLP with one hidden layer, trained with Adam.
+    """Train the classifier of the shadow attack: an MLP with one hidden layer, by Adam.
 
     Args:
         features: shape (n, f).
         members: boolean, shape (n,).
-        seed: of its weights and batches.
+        seed: seed of its weights and batches.
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Model inversion (Fredrikson et al., 2015): what does a class look like to a client's model?"""
+"""Model inversion (Fredrikson et al., 2015): images of classes from a client's model."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from fl_lightning.privacy.views import View
 from fl_lightning.privacy.wiretap import Run
 from fl_lightning.wire import State, fast_copy
 
-#: A model: from inputs to scores by class, differentiable.
+#: A differentiable model: inputs to logits.
 Answer = Callable[[Tensor], Tensor]
-#: Training images of a class whose mean is what reconstructions are compared with.
+#: Maximum number of training images in a class mean, the target of reconstructions.
 OF_A_CLASS = 100
 
 
 @dataclass(frozen=True)
 class Inversion:
-    """How images are reconstructed: Adam on the cross entropy of the class, total variation and squared norm.
+    """Options of reconstruction: Adam on the cross-entropy of the class, total variation and squared norm.
 
     Args:
         steps: steps of Adam.
-        starts: reconstructions of each class, from different noise.
+        starts: number of reconstructions of each class, from different noise.
         rate: learning rate of Adam.
-        variation: weight of the total variation, the prior that neighbouring pixels are alike.
+        variation: weight of the total variation, a smoothness prior.
         norm: weight of the squared norm, the prior that images are dark.
     """
 
@@ -58,15 +58,15 @@ class Inversion:
         to_net: ToNet = lambda images: images,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """Images that models take for the classes: minimise CE(f(x), y) + variation TV(x) + norm ||x||^2.
+        """Reconstruct images of classes: minimise CE(f(x), y) + variation TV(x) + norm ||x||^2.
 
         Args:
             models: one or more, such as modules in evaluation mode; their losses are averaged.
             classes: the classes.
-            shape: of an image, with channels first.
-            rng: where the starts are drawn.
-            to_net: from pixels to the models' inputs.
-            device: of the models.
+            shape: shape of an image, with channels first.
+            rng: generator of the starts.
+            to_net: conversion of pixels to the models' inputs.
+            device: device of the models.
 
         Returns:
             Pixels in [0, 1], shape (classes, starts, ...).
@@ -96,7 +96,7 @@ class Reconstructed(NamedTuple):
     images: Tensor
     """Shape (classes, starts, ...)."""
     means: Tensor
-    """What the classes look like on average, shape (classes, ...)."""
+    """Class means, shape (classes, ...)."""
 
 
 def invert(
@@ -108,16 +108,16 @@ def invert(
     groups: dict[int, str] | None = None,
     most_classes: int = 10,
 ) -> tuple[list[Row], list[Reconstructed]]:
-    """Invert the models that adversaries have of the clients, for every class that a client holds.
+    """Invert the models that adversaries have of the clients, for every class of a client.
 
     Args:
         run: the run.
         views: the adversaries.
-        inversion: how images are reconstructed.
-        judge: the classifier that says whether a reconstruction shows its class.
-        reference_rows: the adversary's own samples, for what it has to guess.
+        inversion: options of reconstruction.
+        judge: the classifier that evaluates reconstructions.
+        reference_rows: the adversary's own samples, to guess unseen entries with.
         groups: the clients' groups, for the report.
-        most_classes: how many of a client's classes are reconstructed at most.
+        most_classes: maximum number of reconstructed classes of a client.
 
     Returns:
         One row per client, view and assumption with ``psnr`` (dB, to the mean of the client's own training images of
@@ -169,7 +169,7 @@ def _answer(module: FederatedModule, state: State, x: Tensor) -> Tensor:
 
 
 def _baselines(pixels: Pixels, rows: Tensor, classes: Sequence[int]) -> dict[str, Tensor]:
-    """Images that need no model: grey, the mean of the adversary's own samples, and the mean of each class."""
+    """Return images that need no model: grey, the mean of the adversary's own samples, and its class means."""
     shape = (len(classes), *pixels.federation.inputs.shape[1:])
     found = {"grey": torch.full(shape, 0.5, device=pixels.federation.device)}
     if len(rows):
@@ -182,7 +182,7 @@ def _baselines(pixels: Pixels, rows: Tensor, classes: Sequence[int]) -> dict[str
 
 
 def _same(left: Sequence[State], right: Sequence[State]) -> bool:
-    """Whether two adversaries have the same models, of which the same images would be made."""
+    """Whether two adversaries have the same models and thus the same reconstructions."""
     return len(left) == len(right) and all(
         a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
         for a, b in zip(left, right, strict=True)
@@ -190,7 +190,7 @@ def _same(left: Sequence[State], right: Sequence[State]) -> bool:
 
 
 def _held(module: FederatedModule, pixels: Pixels, client: int, most: int) -> tuple[list[int], Tensor]:
-    """The classes that a client trains on, in its own labelling, and the mean of its images of each."""
+    """Return the classes that a client trains on, in its own labelling, and its class means."""
     federation = module.federation
     index = federation.train[client]
     labels = federation.targets[index]

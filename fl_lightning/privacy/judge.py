@@ -1,4 +1,4 @@
-"""The judge of reconstructions: a classifier trained apart, on all of the data."""
+"""The judge of reconstructions: a classifier trained independently on all data."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fl_lightning.errors import FederationError
 from fl_lightning.federation import Federation
 from fl_lightning.privacy.pixels import Pixels
 
-#: How the judge is trained: passes, batch size and largest learning rate of Adam.
+#: Training of the judge: epochs, batch size and maximum learning rate of Adam.
 EPOCHS, BATCH, RATE = 5, 64, 2e-3
 WIDTH = 32
 
 
 class Judge:
-    """A classifier and its accuracy on samples that it was not trained on.
+    """A classifier and its accuracy on held-out samples.
 
     Args:
         net: the classifier.
         pixels: the scale of its inputs.
-        accuracy: on the held-out samples.
+        accuracy: accuracy on the held-out samples.
     """
 
     def __init__(self, net: nn.Module, pixels: Pixels, accuracy: float) -> None:
@@ -34,13 +34,13 @@ class Judge:
 
     @classmethod
     def trained(cls, federation: Federation, seed: int, epochs: int = EPOCHS, path: str | None = None) -> Judge:
-        """Train a judge on every row that is no test row, or take the one that lies at ``path``.
+        """Train a judge on all rows but test rows, or load the one at ``path``.
 
         Args:
             federation: the data; test rows are the global test set, else the clients' test sets.
-            seed: of its weights and batches.
-            epochs: passes over the data.
-            path: a file that keeps the judge for other runs on the same data; written if it is not there.
+            seed: seed of its weights and batches.
+            epochs: number of training epochs.
+            path: file of the judge, for other runs on the same data; created if missing.
         """
         pixels = Pixels.of(federation)
         with torch.random.fork_rng(devices=[]):
@@ -74,18 +74,18 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """Classes of images with pixels in [0, 1], shape (n, ...)."""
+        """Classify images with pixels in [0, 1], shape (n, ...)."""
         classes: Tensor = self.net(self.pixels.to_net(images, torch.float32)).argmax(1)
         return classes
 
     def share(self, images: Tensor, classes: Sequence[int], each: int) -> float:
-        """Share of the images, ``each`` of every class, in which the judge sees their class."""
+        """Return the share of images, ``each`` of every class, that the judge assigns to their class."""
         wanted = torch.tensor(classes, device=images.device).repeat_interleave(each)
         return float((self(images) == wanted).double().mean())
 
 
 def _classifier(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A small convolutional net for images, a perceptron for what is none or is too small."""
+    """Build a small convolutional net for images, an MLP for other or small inputs."""
     if len(shape) != 3 or min(shape[1:]) < 12:
         size = int(torch.Size(shape).numel())
         return nn.Sequential(nn.Flatten(), nn.Linear(size, 128), nn.ReLU(), nn.Linear(128, classes))
@@ -105,7 +105,7 @@ def _train(net: nn.Module, pixels: Pixels, rows: Tensor, seed: int, epochs: int)
     net.train()
     for _ in range(epochs):
         for part in torch.split(rows[seeding.permutation(rng, len(rows)).to(rows.device)], BATCH):
-            if len(part) == 1:  # nothing to normalise over
+            if len(part) == 1:  # too few samples for batch normalisation
                 continue
             optimizer.zero_grad()
             F.cross_entropy(net(pixels.to_net(pixels.of_rows(part), torch.float32)), targets[part]).backward()  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def _train(net: nn.Module, pixels: Pixels, rows: Tensor, seed: int, epochs: int)
 
 
 def _digest(federation: Federation) -> str:
-    """Fingerprint of a data set."""
+    """Return the fingerprint of a data set."""
     rows = torch.linspace(0, len(federation.targets) - 1, 100).long().to(federation.device)
     told = (federation.targets, federation.inputs[rows])
     return hashlib.sha256(b"".join(value.cpu().numpy().tobytes() for value in told)).hexdigest()

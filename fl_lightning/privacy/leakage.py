@@ -1,6 +1,6 @@
-"""Gradient leakage: a client's samples out of its update, when it took a few steps on a small batch.
+"""Gradient leakage: reconstruct a client's samples from its update after a few steps on a small batch.
 
-The attacks are those of :mod:`fl_lightning.privacy.gradients`; here is what a federated run gives them.
+Applies the attacks of :mod:`fl_lightning.privacy.gradients` to a federated run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fl_lightning.privacy.views import View
 from fl_lightning.privacy.wiretap import Protection, Run, Wire
 from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
 
-#: Above this a reconstruction is equal to the original but for rounding, in dB.
+#: PSNR in dB above which a reconstruction is exact up to rounding.
 EXACT = 150.0
 
 
@@ -45,17 +45,17 @@ def small_update(
     steps: int = 1,
     received: State | None = None,
 ) -> tuple[State, State, State]:
-    """Exchange of a client in a round of few steps on a few of its samples; nothing is kept.
+    """Request a client's exchange after few steps on a few of its samples; its new state is discarded.
 
     If the client receives several models, only the one it trains is returned.
 
     Args:
         module: the method under its Trainer.
         client: the client.
-        rows: its samples, the batch.
-        protect: what the client does to the message before it leaves.
-        steps: local steps, all of them on the same samples.
-        received: the down message; None means what the server sends.
+        rows: the client's samples in the batch.
+        protect: the client's defences, applied to the message.
+        steps: number of local steps, all on the same samples.
+        received: the down message; None means the server's.
     """
     federation = module.federation
     received = module.message_down(client) if received is None else received
@@ -70,25 +70,25 @@ def small_update(
     message = Message(client, one.up, len(rows))
     if protect is not None:
         protect(received, message)
-    if received and not module.revealed(received):  # several models, of which the client's answer names its own
+    if received and not module.revealed(received):  # several models; the client's reply identifies its own
         begun = module.enter(received, me)
         received = {name: begun[name] for name in module.shared_names}
     return received, message.tensors, one.keep or {}
 
 
 def gradient_of(module: FederatedModule, received: State, sent: State, steps: int = 1) -> State:
-    """The sum of the gradients of local SGD steps that a change of the shared trainable entries betrays.
+    """Return the sum of gradients of local SGD steps, computed from the change of shared trainable entries.
 
     Args:
         module: the method, for its learning rate and weight decay.
         received: the down message.
         sent: the up message.
-        steps: local steps; weight decay is accounted for exactly if there is one.
+        steps: number of local steps; weight decay is removed exactly for a single step.
     """
     before, after, local = module.revealed(received), module.revealed(sent), module.local
     if local.not_plain or local.schedule is not None:
         raise FederationError(
-            "The attack reads gradients off steps of plain SGD at one learning rate: leave "
+            "The attack computes gradients from steps of plain SGD at one learning rate: leave "
             f"{local.not_plain or 'lr_schedule'} out."
         )
     if not local.lr:
@@ -99,7 +99,7 @@ def gradient_of(module: FederatedModule, received: State, sent: State, steps: in
 
 
 def labels_of(module: FederatedModule, gradient: State, batch: int) -> Tensor | None:
-    """The classes of a batch, read off the last layer's gradient; None if that layer stays with the client."""
+    """Infer the classes of a batch from the last layer's gradient; None if that layer is private."""
     head = _layer(module, -1)
     if f"{head}.bias" in gradient:
         return gradients.labels_of_head(gradient[f"{head}.bias"], batch)
@@ -109,7 +109,7 @@ def labels_of(module: FederatedModule, gradient: State, batch: int) -> Tensor | 
 
 
 def exact(module: FederatedModule, gradient: State, pixels: Pixels) -> dict[str, Tensor]:
-    """One sample as the first layer's gradient shows it, by attack; none where that layer is not dense or not seen."""
+    """Reconstruct one sample from the first layer's gradient, by attack; empty if it is not dense or not seen."""
     first, shape = _layer(module, 0), pixels.federation.inputs.shape[1:]
     weight, bias = gradient.get(f"{first}.weight"), gradient.get(f"{first}.bias")
     factors = gradient.get(f"{first}.wb")
@@ -140,9 +140,9 @@ class Leaked(NamedTuple):
     originals: Tensor
     """The batch, likewise."""
     labels: list[int]
-    """The labels that the attack found; none where it found none."""
+    """The recovered labels; None if there are none."""
     true: list[int]
-    """Those of the batch."""
+    """The labels of the batch."""
 
 
 def leak(
@@ -158,25 +158,25 @@ def leak(
 ) -> tuple[list[Row], list[Leaked]]:
     """Reconstruct a small batch of every client from the update it would send.
 
-    Views that live on sums get the mean of the updates of a whole cohort, each made on a batch as small, and search the
-    samples of all; the rows are of the attacked client's.
+    Views that use sums see the mean of a whole cohort's updates, each on a batch of this size, and search for the
+    samples of all clients; the rows refer to the attacked client's samples.
 
     Args:
         run: the run.
-        views: the adversaries; whoever does not see the update cannot attack it, so ``other_client`` yields no rows.
-        matching: how images are searched.
-        batch: samples of the batch.
+        views: the adversaries; ``other_client`` sees no update and has no rows.
+        matching: options of gradient matching.
+        batch: number of samples in the batch.
         groups: the clients' groups, for the report.
-        steps: local steps, all of them on the batch.
-        initial: the common initial weights, the only ones that the outsider can compare an up message with; None leaves
-            the outsider out.
+        steps: number of local steps, all on the batch.
+        initial: the common initial weights, which the outsider compares an up message with; None leaves the outsider
+            out.
         reference: the adversary's own rows, whose mean is a baseline.
         hidden: whether secure aggregation hides single messages.
 
     Returns:
-        One row per client, view, assumption and variant with ``psnr`` (dB) and ``ssim`` to the batch, the
-        reconstructions put in the order that fits best, and ``label_acc``, the share of labels recovered; and for each
-        client the baselines that need no message, ``grey`` and ``mean``. And the images.
+        One row per client, view, assumption and variant with ``psnr`` (dB) and ``ssim`` to the batch, for the best
+        order of reconstructions, and ``label_acc``, the share of recovered labels; for each client the baselines that
+        need no message, ``grey`` and ``mean``; and the images.
     """
     module, rows = run.module, list[Row]()
     images: list[Leaked] = []
@@ -234,7 +234,7 @@ def leak(
 
 
 class _Small(NamedTuple):
-    """A client's small update, and what it was made on."""
+    """A client's update on a small batch, and the batch."""
 
     rows: Tensor
     labels: Tensor
@@ -256,7 +256,7 @@ def _small(run: Run, client: int, batch: int, steps: int) -> _Small:
 
 
 def seen(view: View, messages: Sequence[Message], weighting: Weighting) -> State:
-    """The part of the first of some updates that a view sees: itself, their mean, or what is left of that."""
+    """Return what a view sees of the first update: itself, the mean, or the mean without the others."""
     if not view.sums or not messages[0].tensors:
         return messages[0].tensors
     weights = message_weights(messages, weighting)
@@ -265,7 +265,7 @@ def seen(view: View, messages: Sequence[Message], weighting: Weighting) -> State
 
 
 def baselines(pixels: Pixels, reference: Tensor | None) -> dict[str, Tensor]:
-    """Images that need no message: a grey one, and the mean of the adversary's own."""
+    """Return images that need no message: grey, and the mean of the adversary's own."""
     found = {"grey": torch.full((1, *pixels.federation.inputs.shape[1:]), 0.5, device=pixels.federation.device)}
     if reference is not None and len(reference):
         found["mean"] = pixels.of_rows(reference).mean(0, keepdim=True)
@@ -273,14 +273,14 @@ def baselines(pixels: Pixels, reference: Tensor | None) -> dict[str, Tensor]:
 
 
 def compare(images: Tensor, originals: Tensor) -> dict[str, float]:
-    """Mean PSNR, of at most 150 dB, and SSIM."""
+    """Return mean PSNR, at most 150 dB, and mean SSIM."""
     originals = originals.to(images)
     near = psnr(images, originals).clamp(max=EXACT)
     return {"psnr": float(near.mean()), "ssim": float(ssim(images, originals).mean())}
 
 
 def _known(view: View, received: State, initial: State | None) -> State:
-    """The model before the client's steps as an adversary knows it; nothing where it does not see the update."""
+    """Return the model before the client's steps as known to an adversary; empty if it sees no update."""
     if view.name == "other_client":
         return {}
     if view.name == "outsider":
@@ -289,7 +289,7 @@ def _known(view: View, received: State, initial: State | None) -> State:
 
 
 def _at_the_start(view: View, step: Run, client: int, known: State) -> dict[str, State]:
-    """The models that an adversary takes the gradient to be of: those before it, completed by its assumptions."""
+    """Return the models before the update, completed by the adversary's assumptions."""
     step.wire.note(client, known)
     step.wire.means, step.wire.left = deque([known]), {client: deque([known])}
     found = {name: states[-1] for name, states in view.observe(step, client).items()}
@@ -307,7 +307,7 @@ def _reconstruct(
     steps: int,
     rng: np.random.Generator,
 ) -> list[tuple[str, Tensor, Tensor | None]]:
-    """Images and labels by attack; those for one sample are tried if every client has a ``single`` one."""
+    """Return images and labels by attack; single-sample attacks run if every client has a ``single`` sample."""
     labels, local = labels_of(module, gradient, batch), module.local
     trained = tuple(name for name in module.trainable_names if name in state)
     found: list[tuple[str, Tensor, Tensor | None]] = []
@@ -328,7 +328,7 @@ def _reconstruct(
 
 
 def _ordered(images: Tensor, originals: Tensor) -> Tensor:
-    """The images in the order that fits the originals best."""
+    """Reorder the images to match the originals best."""
     originals = originals.to(images)
     cost = torch.cdist(images.flatten(1).double(), originals.flatten(1).double()).cpu().numpy()
     rows, columns = linear_sum_assignment(np.nan_to_num(cost, nan=np.inf, posinf=1e30))
@@ -336,7 +336,7 @@ def _ordered(images: Tensor, originals: Tensor) -> Tensor:
 
 
 def _label_share(labels: Tensor | None, true: Tensor) -> float:
-    """Share of the labels recovered, as multisets."""
+    """Return the share of recovered labels, compared as multisets."""
     if labels is None:
         return float("nan")
     classes = int(torch.cat((labels, true)).max()) + 1
@@ -350,13 +350,13 @@ def _fits(matrix: Tensor, shape: torch.Size) -> bool:
 
 
 def _end(pixels: Pixels, value: float, like: Tensor) -> Tensor:
-    """The net's input of an image of one brightness, flat."""
+    """Return the net's input of an image of one brightness, flattened."""
     image = torch.full((1, *pixels.federation.inputs.shape[1:]), value, device=like.device)
     return pixels.to_net(image, like.dtype).flatten()
 
 
 def _layer(module: FederatedModule, place: int) -> str:
-    """Name of the first (0) or last (-1) layer with weights of its own."""
+    """Return the name of the first (0) or last (-1) layer with its own weights."""
     holds: Callable[[nn.Module], bool] = lambda layer: bool(list(layer.parameters(recurse=False)))  # noqa: E731
     names: list[str] = [name for name, layer in module.net.named_modules() if holds(layer)]
     return names[place]

@@ -20,7 +20,7 @@ from fl_lightning.privacy.views import Candidates, View
 from fl_lightning.privacy.wiretap import Run
 from fl_lightning.wire import State
 
-#: Models of a shadow federation that are asked, and samples that they are asked about, at most.
+#: Maximum numbers of queried models of a shadow federation and of samples.
 MODELS, ASKED = 10, 4000
 
 
@@ -47,15 +47,15 @@ def infer_membership(
     groups: Mapping[int, str] | None = None,
     online: bool = False,
 ) -> tuple[list[Row], list[Scored]]:
-    """Attack every client of ``data`` of which a message was seen; costs grow with the shadows, not with their square.
+    """Attack every client of ``data`` with a recorded message; the cost is linear in the number of shadows.
 
     Args:
-        run: the run that is attacked.
+        run: the attacked run.
         shadows: clients of shadow federations.
         data: members, non-members and the adversary's rows.
         views: the adversaries.
         groups: the clients' groups, for the report.
-        online: whether shadows were trained on attacked samples, half of them on each.
+        online: whether half of the shadows were trained on each attacked sample.
 
     Returns:
         One row per client, view, assumption and attack, with the scores of
@@ -90,7 +90,7 @@ def infer_membership(
 
 
 def _as_viewed(shadows: Sequence[Shadow], view: View, online: bool) -> list[Shadow]:
-    """The shadow models of a view: those of clients, or one global model of each federation, which has seen all."""
+    """Return the shadow models of a view: those of clients, or one global model per federation."""
     found: list[Shadow] = []
     for _, group in groupby(shadows, lambda one: one.group):
         clients = list(group)
@@ -129,7 +129,7 @@ class _Lesson:
         )
 
     def attack(self, run: Run, client: int, states: list[State]) -> dict[str, MembershipResult]:
-        """All attacks on one client with one candidate."""
+        """Carry out all attacks on one client with one candidate."""
         rows = torch.cat((self.data.members[client], self.data.nonmembers[client]))
         members = torch.arange(len(rows), device=self.federation.device) < len(self.data.members[client])
         target = answers(run.module, states, self.federation, rows, client)
@@ -139,12 +139,12 @@ class _Lesson:
         return self.teacher.infer(target, self._ask(rows, client), *self._seen(rows), others, members)
 
     def _ask(self, rows: Tensor, client: int | None = None) -> Answers:
-        """All models' answers, stacked."""
+        """Return all models' answers, stacked."""
         found = [answers(one.run.module, states, self.federation, rows, client) for one, states in self.models]
         return Answers(*(torch.stack(parts) for parts in zip(*found, strict=True)))
 
     def _seen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Which model was trained on which row, and which has not seen it at all."""
+        """Return which models were trained on each row, and which have not seen it at all."""
         device = self.federation.device
         inside = torch.stack([torch.isin(rows, one.inside) for one, _ in self.models]).to(device)
         touched = torch.stack([torch.isin(rows, one.touched) for one, _ in self.models]).to(device)

@@ -1,8 +1,8 @@
-"""Did this client take part? Client-level membership, from the change of a global model in a round.
+"""Client-level membership inference from the change of a global model in a round.
 
-Functions of tensors. The mean of K updates points a little along each of them. What all updates have in common is taken
-off first, as updates of the adversary's own data show it, and the rest is compared with what the client would send, in
-standard deviations of updates that are known not to be in the mean.
+Functions of tensors. The mean of K updates has a small component along each of them. The common component of all
+updates, estimated from the adversary's own updates, is removed, and the rest is compared with the client's expected
+update, in standard deviations of updates that are not in the mean.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 
 from fl_lightning.metrics import attack_auroc, best_threshold
 
-#: Fewer references than this give no standard deviation.
+#: Minimum number of references for a standard deviation.
 FEWEST = 3
 
 
 def participation_scores(change: Tensor, candidates: Tensor, others: Tensor) -> Tensor:
-    """How far the change points along each candidate, in standard deviations of updates that took no part.
+    """Return the component of the change along each candidate, in standard deviations of unrelated updates.
 
     Args:
         change: of the global model, or the mean of the updates, shape (D,).
-        candidates: what clients would have sent, shape (n, D).
+        candidates: the clients' expected updates, shape (n, D).
         others: updates made of the adversary's own data, which are not in the change, shape (m, D), m at least 3.
 
     Returns:
-        Shape (n,); about standard normal for candidates like the others.
+        Shape (n,); about standard normal for candidates distributed like the others.
 
     Example:
         >>> others = torch.tensor([[1.0, 0.1, 0.0], [1.0, -0.1, 0.1], [1.0, 0.0, -0.1]])
@@ -43,21 +43,21 @@ def participation_scores(change: Tensor, candidates: Tensor, others: Tensor) -> 
 
 
 class Taught(NamedTuple):
-    """Knowledge that an adversary has of its own strength."""
+    """The adversary's threshold and estimated strength."""
 
     threshold: float
-    """The score above which it says that a client took part."""
+    """Score above which a client counts as a participant."""
     auroc: float
-    """How well it tells updates of its own that it added to the change from those that it did not."""
+    """AUROC on the adversary's own updates, added to the change or not."""
 
 
 def teach(change: Tensor, others: Tensor, weight: float) -> Taught:
-    """Learn a line by adding updates of the adversary's own to the change.
+    """Learn a threshold by adding the adversary's own updates to the change.
 
     Args:
         change: shape (D,).
         others: shape (m, D).
-        weight: of one update in the mean, such as one over the number of clients.
+        weight: weight of one update in the mean, such as one over the number of clients.
     """
     outside = _apart(change, others)
     added = []
@@ -71,7 +71,7 @@ def teach(change: Tensor, others: Tensor, weight: float) -> Taught:
 
 
 def _apart(change: Tensor, others: Tensor) -> Tensor:
-    """The cosine of every other update, each compared with what the rest have in common."""
+    """Return the cosine of every other update, with the common component of the rest removed."""
     every = enumerate(others.double())
     return torch.stack([_alike(change, one, _without(others, place).mean(0)) for place, one in every])
 
@@ -81,7 +81,7 @@ def _without(others: Tensor, place: int) -> Tensor:
 
 
 def _alike(change: Tensor, update: Tensor, common: Tensor) -> Tensor:
-    """Cosine of two updates without their parts along what is common; 0 where nothing is left."""
+    """Return the cosine of two updates without the common component; 0 if nothing remains."""
     square = common.pow(2).sum().clamp(min=1e-30)
     left, right = (one.double() - (one.double() @ common) / square * common for one in (change, update))
     return F.cosine_similarity(left, right, dim=0, eps=1e-30)

@@ -1,4 +1,4 @@
-"""Between images with pixels in [0, 1], which attacks work on, and inputs as a net takes them."""
+"""Conversion between images with pixels in [0, 1], used by attacks, and inputs of a net."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Pixels:
 
     @classmethod
     def of(cls, federation: Federation) -> Pixels:
-        """From the smallest stored value to the largest."""
+        """Return a scale from the smallest to the largest stored value."""
         inputs = federation.inputs
         if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
             raise FederationError("Inputs are token numbers, not images: they cannot be reconstructed pixel by pixel.")
         return cls(federation, float(inputs.min()), float(inputs.max()))
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Samples as images with pixels in [0, 1], float32."""
+        """Convert samples to images with pixels in [0, 1], float32."""
         return (self.federation.inputs[rows.to(self.federation.device)].float() - self.low) / (self.high - self.low)
 
     def to_net(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Images as the net's inputs, differentiable."""
+        """Convert images to the net's inputs, differentiably."""
         raw = self.low + (self.high - self.low) * images.to(dtype)
         mean, std = self.federation.mean, self.federation.std
         return raw if mean is None or std is None else (raw - mean.to(dtype)) / std.to(dtype)
 
     def from_net(self, inputs: Tensor) -> Tensor:
-        """The net's inputs as images."""
+        """Convert the net's inputs to images."""
         mean, std = self.federation.mean, self.federation.std
         raw = inputs if mean is None or std is None else inputs * std.to(inputs) + mean.to(inputs)
         return (raw - self.low) / (self.high - self.low)

@@ -1,4 +1,4 @@
-"""Inference from updates about a whole client: whether it took part, and properties of its data. All of tensors."""
+"""Inference about whole clients from updates: participation and data properties. Functions of tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fl_lightning.wire import State
 
 
 def took_part(change: Tensor, update: Tensor) -> float:
-    """Client-level membership: how far the change of the global model points along what the client would send.
+    """Return the cosine of the global model's change and a client's expected update (client-level membership).
 
     The mean of K updates that are independent but for one has a cosine of about 1 / sqrt(K) to each of them, and one
     of about 0 to others, so the score is compared with those of clients that are known not to have taken part.
 
     Args:
-        change: of the global model in a round, shape (D,).
-        update: what the client would send, as trained on data like its own, shape (D,).
+        change: change of the global model in a round, shape (D,).
+        update: the client's expected update, trained on similar data, shape (D,).
 
     Example:
         >>> round(took_part(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0])), 4)
@@ -29,17 +29,17 @@ def took_part(change: Tensor, update: Tensor) -> float:
 
 
 def property_direction(with_it: Tensor, without: Tensor, shrinkage: float = 0.1) -> tuple[Tensor, float]:
-    """Property inference: the direction and line that tell updates of data with a property from others.
+    """Return direction and threshold that separate updates of data with a property from others.
 
-    A linear discriminant on updates that the adversary makes of data of its own, with a variance for each entry.
+    A linear discriminant with diagonal covariance on updates of the adversary's own data.
 
     Args:
-        with_it: updates of data that has the property, shape (n, D).
-        without: of data that has not, shape (m, D).
+        with_it: updates of data with the property, shape (n, D).
+        without: updates of data without it, shape (m, D).
         shrinkage: share of the mean variance in each entry's.
 
     Returns:
-        The direction, shape (D,), and the line: a larger product means that the property is there.
+        The direction, shape (D,), and the threshold above which the product indicates the property.
     """
     means = with_it.double().mean(0), without.double().mean(0)
     spread = torch.cat((with_it.double() - means[0], without.double() - means[1])).pow(2).mean(0)
@@ -49,15 +49,15 @@ def property_direction(with_it: Tensor, without: Tensor, shrinkage: float = 0.1)
 
 
 def remaining(mean: State, weights: Sequence[float], known: Sequence[State], own: float) -> State:
-    """Message of the one client that is left, where the server's mean and all other messages are known.
+    """Return the message of the remaining client, given the server's mean and all other messages.
 
-    A server that sees the mean alone, under secure aggregation, and clients that collude with it.
+    For a server that sees only the mean (secure aggregation) and colludes with all other clients.
 
     Args:
         mean: the weighted mean.
-        weights: those of the known messages.
-        known: the messages of clients that collude.
-        own: the weight of the client that is left.
+        weights: weights of the known messages.
+        known: messages of the colluding clients.
+        own: weight of the remaining client.
 
     Example:
         >>> found = remaining({"w": torch.tensor([2.0])}, [0.5], [{"w": torch.tensor([3.0])}], 0.5)

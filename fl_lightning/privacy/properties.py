@@ -1,7 +1,7 @@
-"""Property inference: does a client's data have a property, such as many samples of a class? Functions of tensors.
+"""Property inference: whether a client's data has a property, such as many samples of a class. Functions of tensors.
 
-The adversary trains on data of its own with and without the property and learns to tell the two kinds of updates, or
-of models, apart (Ateniese et al., 2015; Melis et al., 2019).
+The adversary trains on its own data with and without the property and learns to classify the updates or models
+(Ateniese et al., 2015; Melis et al., 2019).
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from fl_lightning.privacy.profiles import property_direction
 
 #: A property of a client's labels, shape (n,).
 Property = Callable[[Tensor], bool]
-#: Parts of the shadows, each of which is asked about once.
+#: Number of folds to cross-validate on shadows.
 FOLDS = 5
-#: Weight of the ridge, as a share of the mean squared length of a standardised update.
+#: Ridge penalty relative to the mean squared norm of a standardised update.
 RIDGE = 0.1
-#: Concentrations of the Dirichlet distributions of which class shares are drawn: from one class to all alike.
+#: Concentrations of the Dirichlet distributions of class shares: from single classes to uniform.
 CONCENTRATIONS = (0.1, 0.5, 1.0, 10.0)
-#: Drawn clients for one that is wanted, at most.
+#: Maximum number of draws per client.
 TRIES = 500
 
 
 class Inferred(NamedTuple):
-    """Answers of one way to infer a property."""
+    """Result of one property inference attack."""
 
     scores: Tensor
-    """Higher means that the property is there, shape (n,)."""
+    """Scores, higher for the property, shape (n,)."""
     line: float
-    """The score from which on the adversary says that it is."""
+    """Decision threshold of the scores."""
     shadow_auroc: float
-    """How well it tells shadows apart that it has not learnt from."""
+    """AUROC on shadows that were not used for training."""
 
 
 def infer_property(with_it: Tensor, without: Tensor, targets: Tensor, seed: int = 0) -> dict[str, Inferred]:
-    """Tell which of some updates, or answers of models, are of data with a property; by way.
+    """Classify updates, or answers of models, by whether the data has a property; returns results by attack.
 
-    ``discriminant`` is a linear discriminant with a variance for each entry, ``ridge`` a ridge regression on
+    ``discriminant`` is a linear discriminant with diagonal covariance, ``ridge`` a ridge regression on
     standardised entries.
 
     Args:
-        with_it: those of shadows whose data has the property, shape (n, D).
-        without: of shadows whose data has not, shape (m, D).
-        targets: those in question, shape (k, D).
-        seed: of the parts in which strength is measured.
+        with_it: rows of shadows with the property, shape (n, D).
+        without: rows of shadows without it, shape (m, D).
+        targets: rows to classify, shape (k, D).
+        seed: seed of the folds.
     """
     known = torch.cat((with_it, without)).double()
     flags = torch.arange(len(known)) < len(with_it)
@@ -64,7 +64,7 @@ def infer_property(with_it: Tensor, without: Tensor, targets: Tensor, seed: int 
 
 
 def _held_out(score: Callable[..., Tensor], known: Tensor, flags: Tensor, seed: int) -> Tensor:
-    """Scores of shadows by what the others teach."""
+    """Return cross-validated scores of shadows."""
     values = torch.empty(len(known), dtype=torch.float64)
     rng = seeding.stream(seed, "attack.folds")
     for fold in range(FOLDS):
@@ -98,10 +98,10 @@ def _ridge(known: Tensor, flags: Tensor, targets: Tensor) -> Tensor:
 
 
 def answer_profile(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Mean log probabilities of a model by true class, which tell its training data's classes with little noise.
+    """Return mean log probabilities of a model by true class, which reflect the classes of its training data.
 
     Args:
-        logits: scores by class of some samples, shape (n, classes).
+        logits: logits of some samples, shape (n, classes).
         labels: their true classes, shape (n,).
         classes: number of classes.
 
@@ -120,18 +120,18 @@ def answer_profile(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
 def draw_clients(
     labels: Tensor, classes: int, holds: Property, number: int, size: int, rng: np.random.Generator
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows of made-up clients, as many with a property as without; class shares are of Dirichlet distributions.
+    """Draw rows of simulated clients, equally many with and without a property, with Dirichlet class shares.
 
     Args:
-        labels: of the adversary's samples, shape (n,).
+        labels: labels of the adversary's samples, shape (n,).
         classes: number of classes.
         holds: the property, of a client's labels.
-        number: clients of either kind.
-        size: samples of each, at most.
-        rng: where they are drawn.
+        number: number of clients of either kind.
+        size: maximum number of samples of each.
+        rng: generator of the draws.
 
     Returns:
-        Places in ``labels`` of those with the property, and of those without.
+        Indices into ``labels`` of clients with the property, and of clients without.
     """
     by_class = [torch.nonzero(labels.cpu() == c).flatten().numpy() for c in range(classes)]
     counts = np.array([len(rows) for rows in by_class])

@@ -1,4 +1,4 @@
-"""Updates that an adversary makes by itself: what clients that own some rows would send."""
+"""Updates that an adversary simulates for clients with given rows."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def rehearse(
     setting: Setting,
     purpose: str = "attack.rehearsal",
 ) -> list[State]:
-    """Messages of clients that have never trained and own these rows, in a round that begins with ``received``.
+    """Simulate messages of new clients with these rows, in a round that starts from ``received``.
 
-    Their batches come from a stream of the adversary's own, so they are not those of the run. Nothing is kept.
+    Batches come from the adversary's own random stream, so they differ from the run's. No state is kept.
 
     Args:
-        method: the method; its local training and its client's side are used.
+        method: the method, for its local training and client hooks.
         federation: the data.
         received: the down message.
-        rows: what each client trains on.
+        rows: training rows of each client.
         setting: round and stage.
-        purpose: of the stream.
+        purpose: purpose of the random stream.
     """
     data, engine = as_clients(federation, rows), settled(method.engine)
     before = method.seed
@@ -57,7 +57,7 @@ def rehearse(
 
 
 def update(method: FederatedModule, received: State, sent: State) -> Tensor:
-    """The change of the shared trainable entries from one message to another, flat, shape (D,)."""
+    """Return the change of shared trainable entries between two messages, flattened, shape (D,)."""
     before, after = method.revealed(received), method.revealed(sent)
     names = [name for name in method.trainable_names if name in before and name in after]
     if not names:

@@ -1,4 +1,4 @@
-"""Outcome of an attack, with the threat model it was carried out under."""
+"""Reports of attacks, with their threat models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from fl_lightning.privacy.views import VIEWS
 from fl_lightning.sheet import cell, markdown
 
-#: One attack on one client: who and how (view, assumption, variant, client, group), and the scores.
+#: One attack on one client: its keys (view, assumption, variant, client, group) and scores.
 Row = dict[str, Any]
-#: The view of rows that are no attack, but what anybody has without one.
+#: The view of baselines, which need no model or message.
 BASELINE = "baseline"
 #: Keys of a row that are not scores.
 KEYS = ("view", "assumption", "variant", "client", "group")
-#: How the adversary went about it: the keys that tell one attack from another.
+#: Keys that identify an attack.
 HOW = ("view", "assumption", "variant")
 
 
@@ -26,16 +26,16 @@ class Report:
     """All rows of an attack after a round.
 
     Args:
-        attack: which attack.
-        method: the method that was attacked.
-        round: after how many rounds.
-        rows: one per client and way to attack.
-        by: the score that tells how strong an attack is; higher is stronger.
-        notes: what else is to be known.
-        pick: the score by which an attacker chooses among attacks, who does not know ``by``; None chooses by it.
+        attack: name of the attack.
+        method: name of the attacked method.
+        round: number of completed rounds.
+        rows: one row per client and attack.
+        by: score that measures the strength of an attack; higher is stronger.
+        notes: additional notes.
+        pick: score by which an attacker, who does not know ``by``, selects an attack; None means ``by``.
 
     Attributes:
-        baselines: rows that are no attacks, taken out of ``rows``.
+        baselines: rows of baselines, removed from ``rows``.
     """
 
     attack: str
@@ -52,16 +52,16 @@ class Report:
         self.rows = [row for row in self.rows if row["view"] != BASELINE]
 
     def floors(self) -> dict[str, dict[str, float]]:
-        """Mean over clients of every score of each baseline."""
+        """Return the mean over clients of every score of each baseline."""
         names = dict.fromkeys(row["variant"] for row in self.baselines)
         return {name: self.mean([row for row in self.baselines if row["variant"] == name]) for name in names}
 
     def floor(self) -> dict[str, float]:
-        """How well each baseline does by the score that counts, in the mean over clients."""
+        """Return the mean over clients of each baseline's main score."""
         return {name: scores[self.by] for name, scores in self.floors().items()}
 
     def verdicts(self) -> list[str]:
-        """A sentence for every view whose strongest attack is no better than the best baseline."""
+        """Return a sentence for every view whose strongest attack is no better than the best baseline."""
         floor = {name: value for name, value in self.floor().items() if not math.isnan(value)}
         if not floor:
             return []
@@ -74,28 +74,28 @@ class Report:
         ]
 
     def select(self, **conditions: Any) -> list[Row]:
-        """Rows whose keys have the given values."""
+        """Return rows whose keys have the given values."""
         return [row for row in self.rows if all(row[key] == value for key, value in conditions.items())]
 
     def mean(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Mean over rows of every score, NaN left out."""
+        """Return the mean over rows of every score, without NaN."""
         names = [name for name in rows[0] if name not in KEYS] if rows else []
         return {name: _mean([row[name] for row in rows]) for name in names}
 
     def ways(self) -> list[dict[str, str]]:
-        """The different ways in which clients were attacked."""
+        """Return the distinct attacks."""
         return [dict(zip(HOW, way, strict=True)) for way in dict.fromkeys(tuple(r[k] for k in HOW) for r in self.rows)]
 
     def strongest(self, **conditions: Any) -> dict[str, Any] | None:
-        """The strongest way that meets the conditions, with its mean scores over clients; None if there is none."""
+        """Return the strongest matching attack with its mean scores over clients; None if there is none."""
         ways = [w for w in self.ways() if all(w[key] == value for key, value in conditions.items())]
         found: list[dict[str, Any]] = [{**way, **self.mean(self.select(**way))} for way in ways]
         return max(found, key=lambda one: _sortable(one[self.pick or self.by]), default=None)
 
     def best(self, ways: Sequence[dict[str, str]]) -> dict[str, float]:
-        """The highest mean over clients of every score, each in whichever of these ways to attack it is highest.
+        """Return the highest mean over clients of every score among these attacks.
 
-        Where an attacker picks among attacks by something else, the mean scores of the one it picks.
+        With ``pick``, return the mean scores of the selected attack instead.
         """
         means = [self.mean(self.select(**way)) for way in ways]
         if self.pick is not None:
@@ -104,11 +104,11 @@ class Report:
         return {name: max((one[name] for one in means), key=_sortable) for name in (means[0] if means else ())}
 
     def views(self) -> list[str]:
-        """The views that saw anything, in order."""
+        """Return the views with rows, in order."""
         return list(dict.fromkeys(row["view"] for row in self.rows))
 
     def scalars(self) -> dict[str, float]:
-        """Metrics to log: the strongest attack of every view, ``<attack>/<view>/<score>``."""
+        """Return metrics to log: the strongest attack of every view, ``<attack>/<view>/<score>``."""
         logged: dict[str, float] = {}
         for view in self.views():
             best = self.strongest(view=view)
@@ -117,7 +117,7 @@ class Report:
         return logged
 
     def markdown(self) -> str:
-        """The report as a page: threat models, the means over clients of every way, and the groups' means."""
+        """Format the report in Markdown: threat models, means over clients of every attack, and groups' means."""
         lines = [f"# {self.attack} on {self.method} after {self.round} rounds", ""]
         lines += [f"- **{view}** sees {VIEWS[view].sees}." for view in self.views()]
         lines += [f"- {name}: {value}" for name, value in self.notes.items()]
@@ -141,7 +141,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def json(self) -> str:
-        """Everything, one row per client and way."""
+        """Format the report as JSON, with one row per client and attack."""
         plain = {k: getattr(self, k) for k in ("attack", "method", "round", "by", "notes")}
         threat = {view: VIEWS[view].sees for view in self.views()}
         return json.dumps({**plain, "threat_models": threat, "rows": self.rows, "baselines": self.baselines}, indent=1)

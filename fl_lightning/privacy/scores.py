@@ -1,8 +1,8 @@
-"""Membership scores out of arrays of answers; higher means member. They know neither nets nor federations.
+"""Membership scores from arrays of model outputs; higher means member. Independent of nets and federations.
 
-In what follows ``target`` holds one answer of the attacked model for each of n samples, ``shadows`` those of M
-reference models, shape (M, n), and ``inside`` and ``outside`` say which of these were trained on a sample and which
-have not seen it at all, boolean, shape (M, n); a model may be neither.
+``target`` contains one output of the attacked model for each of n samples and ``shadows`` those of M reference models,
+shape (M, n). ``inside`` and ``outside`` mark the models that were trained on a sample and those that have not seen it
+at all, boolean, shape (M, n); a model may be neither.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from fl_lightning.errors import FederationError
 
-#: With fewer models than this on a side of a sample, all samples share one variance (Carlini et al., 2022, used 64).
+#: With fewer models than this on a side, all samples share one variance (64 in Carlini et al., 2022).
 OWN_VARIANCE = 16
 #: Smallest standard deviation.
 SMALLEST = 1e-4
 
 
 def loss_scores(loss: Tensor) -> Tensor:
-    """Minus the loss (Yeom et al., 2018)."""
+    """Return the negative loss (Yeom et al., 2018)."""
     return -loss
 
 
 def lira_offline(target: Tensor, shadows: Tensor, outside: Tensor) -> Tensor:
-    """How far the log odds lie above those of models that have not seen the sample, in standard deviations.
+    """Standardise the log odds by those of models that have not seen the sample.
 
-    Offline LiRA (Carlini et al., 2022): the larger, the less likely under the Gaussian of those models.
+    Offline LiRA (Carlini et al., 2022): larger values are less likely under the Gaussian of those models.
 
     Args:
         target: log odds of the true class, shape (n,).
@@ -44,7 +44,7 @@ def lira_offline(target: Tensor, shadows: Tensor, outside: Tensor) -> Tensor:
 
 
 def lira_online(target: Tensor, shadows: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
-    """Log likelihood ratio of the log odds under models that were trained on the sample and that were not.
+    """Return the log likelihood ratio of the log odds, for models trained on the sample against others.
 
     Args:
         target: log odds of the true class, shape (n,).
@@ -70,10 +70,10 @@ def rmia(
     gamma: float = 1.0,
     offset: float = 0.3,
 ) -> Tensor:
-    """The share of other samples that the target prefers less than this one, by a factor (Zarifzadeh et al., 2024).
+    """Return the share of other samples whose preference is lower by a factor (Zarifzadeh et al., 2024).
 
-    Preference is the probability of the true class over its mean over models. Offline that mean is not known for
-    models trained on the sample: it is put at ((1 + offset) p + 1 - offset) / 2 with p the mean over the others.
+    Preference is the probability of the true class relative to its mean over models. Offline, this mean is estimated
+    without models trained on the sample, as ((1 + offset) p + 1 - offset) / 2 with p the mean over other models.
 
     Args:
         target: probability of the true class, shape (n,).
@@ -81,9 +81,9 @@ def rmia(
         outside: which of them have not seen the sample.
         target_others: the target's probabilities for samples of the population, shape (z,).
         shadow_others: those of the M models, none of which has seen them, shape (M, z).
-        inside: which models were trained on the sample, for the attack online; None is offline.
+        inside: which models were trained on the sample, for the online attack; None means offline.
         gamma: the factor.
-        offset: of the offline mean.
+        offset: offset of the offline mean.
     """
     mean_out = _mean(shadows, outside)
     mean_in = offset * mean_out + 1 - offset if inside is None else _mean(shadows, inside)
@@ -92,7 +92,7 @@ def rmia(
     ratio = target / own.clamp(min=1e-30)
     ordered = others.sort().values
     below = torch.searchsorted(ordered, ratio / gamma, right=True)
-    # Samples that all others are below are told apart by the ratio itself.
+    # Break ties among samples above all others by the ratio itself.
     return (below + torch.sigmoid(ratio.clamp(min=1e-30).log())) / (len(ordered) + 1)
 
 
@@ -104,7 +104,7 @@ def _mean(values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of every sample, the latter common to all where models are few."""
+    """Return mean and standard deviation by sample; the latter is shared if there are few models."""
     mean, number = _mean(values, chosen), chosen.sum(0)
     squares = ((values - mean).pow(2) * chosen).sum(0)
     if int(number.min()) >= OWN_VARIANCE:

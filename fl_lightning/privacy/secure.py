@@ -1,9 +1,9 @@
-"""Secure aggregation: sums out of messages that tell nothing one by one (Bonawitz et al., 2017).
+"""Secure aggregation: sums of messages that reveal nothing individually (Bonawitz et al., 2017).
 
-Values are written as whole numbers modulo 2^64, in steps of 2^-32. Every client adds to its own the masks that it has
-in common with other clients, one of the two with a minus sign, so that each message is uniformly random and the masks
-of all of them cancel. In a simulation these are its neighbours in a ring (Bell et al., 2020), and nobody drops out.
-Sites agree on keys for all pairs and restore the masks of those that drop out (:mod:`fl_lightning.remote.secure_site`).
+Values are encoded as integers modulo 2^64, in steps of 2^-32. Every client adds masks shared with other clients, with
+opposite signs in each pair, so that each message is uniformly random and all masks cancel in the sum. In a simulation,
+masks are shared with neighbours in a ring (Bell et al., 2020), and no client drops out. Sites agree on keys for all
+pairs and restore the masks of sites that drop out (:mod:`fl_lightning.remote.secure_site`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from fl_lightning.secret import SecretStream, new_key
 from fl_lightning.wire import State
 
 Words = NDArray[np.uint64]
-#: Bits after the point.
+#: Number of fractional bits.
 FRACTION = 32
-#: Neighbours on each side of a client with which it has masks in common.
+#: Number of neighbours on each side of a client with shared masks.
 NEIGHBOURS = 3
 
 
 def largest(clients: int) -> float:
-    """The bound of values of which so many clients' can be added up."""
+    """Return the bound of values whose sum over clients does not overflow."""
     return 2.0 ** (63 - FRACTION) / clients
 
 
 def encoded(values: Tensor, clients: int) -> Words:
-    """Values in steps of 2^-32, modulo 2^64.
+    """Encode values in steps of 2^-32, modulo 2^64.
 
     Args:
         values: shape (n,), float64.
-        clients: how many such rows are to be added up.
+        clients: number of rows in the sum.
 
     Example:
         >>> [int(word) for word in encoded(torch.tensor([1.0, -(2.0**-32)]), 2)]
@@ -53,7 +53,7 @@ def encoded(values: Tensor, clients: int) -> Words:
 
 
 def decoded(words: Words) -> Tensor:
-    """The values again, float64.
+    """Decode values to float64.
 
     Example:
         >>> decoded(encoded(torch.tensor([0.5, -3.0]), 1)).tolist()
@@ -63,19 +63,19 @@ def decoded(words: Words) -> Tensor:
 
 
 def row(tensors: State, weight: float, clients: int) -> Words:
-    """A client's message as numbers to add up: its values times the client's weight, and the weight.
+    """Encode a client's message as a row: its values times the client's weight, and the weight.
 
     Args:
         tensors: the message.
-        weight: what it counts.
-        clients: how many such rows are to be added up.
+        weight: the client's weight.
+        clients: number of rows in the sum.
     """
     values = [weight * value.flatten().double().cpu() for value in tensors.values()]
     return encoded(torch.cat([*values, torch.tensor([weight], dtype=torch.float64)]), clients)
 
 
 def mean(total: Words, like: State) -> State:
-    """The weighted mean of messages, from the sum of their rows.
+    """Decode the weighted mean of messages from the sum of their rows.
 
     Args:
         total: the sum.
@@ -96,11 +96,11 @@ def mean(total: Words, like: State) -> State:
 
 
 def check_cohort(clients: int, least: int = 2) -> None:
-    """Refuse to add up so few messages that their sum hides none.
+    """Refuse sums of too few messages.
 
     Args:
-        clients: how many there are.
-        least: how many there have to be.
+        clients: number of clients.
+        least: minimum number of clients.
     """
     if clients < 2:
         raise FederationError("Secure aggregation of one client hides nothing: let more clients train in a round.")
@@ -112,13 +112,13 @@ def check_cohort(clients: int, least: int = 2) -> None:
 
 
 def masked(rows: Sequence[Words], neighbours: int = NEIGHBOURS) -> list[Words]:
-    """The rows as clients send them: each alone uniformly random, their sum modulo 2^64 unchanged.
+    """Mask rows: each is uniformly random, and their sum modulo 2^64 does not change.
 
-    Masks are drawn anew from keys of the operating system in every call.
+    Every call draws new masks, with keys from the operating system.
 
     Args:
-        rows: one for each client, of one length.
-        neighbours: on each side of a client in the ring.
+        rows: one row per client, of the same length.
+        neighbours: number of neighbours on each side of a client in the ring.
     """
     clients = len(rows)
     check_cohort(clients)
@@ -132,6 +132,6 @@ def masked(rows: Sequence[Words], neighbours: int = NEIGHBOURS) -> list[Words]:
 
 
 def summed(sent: Sequence[Words]) -> Words:
-    """The server's computation."""
+    """Sum rows modulo 2^64: the server's computation."""
     total: Words = np.sum(np.stack(sent), axis=0, dtype=np.uint64)
     return total

@@ -1,4 +1,4 @@
-"""Shadows: runs of the adversary's own, of the same method on data of its own, that teach it what members look like."""
+"""Shadows: the adversary's own runs of the same method on its own data, to learn membership from."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Shadow(NamedTuple):
     group: int
     """Number of the federation."""
     inside: Tensor
-    """The rows that it trained on."""
+    """The client's training rows."""
     touched: Tensor
-    """The rows that any client of its federation trained on."""
+    """The training rows of its whole federation."""
 
 
 class _Data(LightningDataModule):
-    """A federation as it is, of whose clients a share trains in every round."""
+    """DataModule of a federation, of whose clients a fraction trains in every round."""
 
     def __init__(self, federation: Federation, fraction: float, seed: int) -> None:
         super().__init__()
@@ -61,17 +61,17 @@ def train_shadows(
     fraction: float = 1.0,
     sums: bool = False,
 ) -> list[Shadow]:
-    """Train shadow federations as the target is trained; returns their clients that sent anything or keep anything.
+    """Train shadow federations like the target; return their clients that sent messages or keep state.
 
     Args:
-        method: the method as its run began (or as the adversary begins); copied.
-        federation: the data; only ``rows`` of it are used.
-        rows: for each federation, what each of its clients trains on.
+        method: the initial method of the run or the adversary; copied.
+        federation: the data, of which only ``rows`` are used.
+        rows: training rows of each client of each federation.
         rounds: number of rounds.
-        like: a Trainer of the target's run, for its precision and device.
-        memory: how many messages are kept of each.
-        fraction: share of the clients that trains in a round.
-        sums: whether means of rounds are kept, for views that live on them.
+        like: the Trainer of the target's run, for its precision and device.
+        memory: number of messages kept of each client.
+        fraction: fraction of clients that train in a round.
+        sums: whether to keep means of rounds, for views that use them.
     """
     found: list[Shadow] = []
     for group, parts in enumerate(rows):

@@ -1,8 +1,8 @@
-"""Who the adversary is: what it sees of a client, and the models it can make of that.
+"""Views: what adversaries see of a client, and the models they can derive from it.
 
-A view turns a run into candidates, by the assumption that the adversary makes of what it does not see: each is a list
-of models (states of the net), one for every message it has. An attack is carried out with all of them, and the
-strongest counts. Views use only the contract of :class:`~fl_lightning.module.FederatedModule`: ``revealed``,
+A view turns a run into candidates by the adversary's assumption about unseen entries: each is a list of models (states
+of the net), one per message. An attack is carried out with all of them, and the strongest one counts. Views use only
+the contract of :class:`~fl_lightning.module.FederatedModule`: ``revealed``,
 ``assumptions``, ``private_start``, ``assume`` and ``betrayed``.
 """
 
@@ -22,54 +22,54 @@ from fl_lightning.wire import State, is_finite
 
 #: Candidates by assumption.
 Candidates = dict[str, list[State]]
-#: Passes over the adversary's own data in which it guesses private entries.
+#: Number of epochs on the adversary's own data to guess private entries.
 GUESS_EPOCHS = 5
 
 
 class View(ABC):
-    """Knowledge of an adversary about one client.
+    """Base class of views: an adversary's knowledge about one client.
 
-    All of them know the architecture, the method and its settings, and the common initial weights.
+    All adversaries know the architecture, the method and its settings, and the common initial weights.
     """
 
     name: ClassVar[str]
     #: The threat model in a sentence.
     sees: ClassVar[str]
-    #: Whether it sees models of all clients together, and none of a single one.
+    #: Whether it sees only models of all clients together.
     whole: ClassVar[bool] = False
-    #: Whether it lives on the means of rounds.
+    #: Whether it uses the means of rounds.
     sums: ClassVar[bool] = False
 
     @abstractmethod
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """The models that the adversary can make, by what it assumes; none if it sees nothing.
+        """Return the adversary's models by assumption; empty if it sees nothing.
 
         Args:
             run: the run.
-            client: the client that is attacked.
+            client: the attacked client.
             reference: the adversary's own data, as a federation of one client; None leaves the guess out.
         """
 
 
 class Outsider(View):
-    """Has intercepted one up message."""
+    """An eavesdropper with one intercepted up message."""
 
     name = "outsider"
     sees = "one intercepted up message of the client"
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """The last message, completed in every way."""
+        """Return the last message, completed by every assumption."""
         return _completed(run, client, self.name, _revealed(run, client)[-1:], reference)
 
 
 class Server(View):
-    """Honest but curious: has every message, up and down; of these the last few (``memory``) are used."""
+    """An honest but curious server, with every message up and down; the last ones (``memory``) are used."""
 
     name = "server"
     sees = "every message to and from the client, the last ones of which are used together"
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """All messages, completed in every way, and by the traces that private entries leave in the shared ones."""
+        """Return all messages, completed by every assumption and by inference from the shared entries."""
         seen = _revealed(run, client)
         found = _completed(run, client, Outsider.name, seen, reference)
         exchanged = run.wire.exchanged(client)
@@ -81,14 +81,14 @@ class Server(View):
 
 
 class OtherClient(View):
-    """Another participant: has the global model as it received it."""
+    """Another participant, with its received global model."""
 
     name = "other_client"
     whole = True
     sees = "the global model that the server sends to another client"
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """Models that another client begins its round with, completed in every way."""
+        """Return the models that another client receives, completed by every assumption."""
         module = run.module
         clients = module.federation.num_clients
         other = next((c for c in range(clients) if c != client), client)
@@ -101,13 +101,13 @@ class OtherClient(View):
 
 
 class Insider(View):
-    """Has the private state as well: no adversary, but a bound of what one message can tell; servers have several."""
+    """Not an adversary but an upper bound for one message: knows the private state too."""
 
     name = "insider"
     sees = "the client's last up message and its private state: a bound of what one message can tell"
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """The model that the client trained, and the one that it is evaluated with."""
+        """Return the client's trained model and the one it is evaluated with."""
         module, private = run.module, run.private[client]
         seen = _revealed(run, client)
         base = {**module.server_state(), **(seen[-1] if seen else {})}
@@ -115,26 +115,26 @@ class Insider(View):
 
 
 class Sums(View):
-    """A server behind secure aggregation: has the mean of every round, the last few of which are used."""
+    """A server with secure aggregation, with the mean of every round; the last ones are used."""
 
     name = "sums"
     sees = "the mean of all clients' messages of a round (secure aggregation), and what it sends"
     whole = sums = True
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """The means, completed in every way."""
+        """Return the means, completed by every assumption."""
         return _completed(run, client, self.name, [run.module.revealed(mean) for mean in run.wire.means], reference)
 
 
 class Colluding(View):
-    """A server behind secure aggregation with whom all clients but one collude."""
+    """A server with secure aggregation that colludes with all clients but one."""
 
     name = "colluding"
     sees = "the mean of a round (secure aggregation) and the messages of all other clients, which collude with it"
     sums = True
 
     def observe(self, run: Run, client: int, reference: Federation | None = None) -> Candidates:
-        """Remainders of the means, completed in every way."""
+        """Return the means without the colluding clients, completed by every assumption."""
         left = run.wire.left.get(client, ())
         return _completed(run, client, self.name, [run.module.revealed(message) for message in left], reference)
 
@@ -143,7 +143,7 @@ VIEWS: dict[str, type[View]] = {view.name: view for view in (Outsider, Server, O
 
 
 def make_views(names: Sequence[str]) -> list[View]:
-    """Views by name."""
+    """Return views by name."""
     unknown = [name for name in names if name not in VIEWS]
     if unknown or not names:
         given = repr(unknown[0]) if unknown else "none"
@@ -152,7 +152,7 @@ def make_views(names: Sequence[str]) -> list[View]:
 
 
 def _revealed(run: Run, client: int) -> list[State]:
-    """Models in the client's messages; none where nothing is sent."""
+    """Return the models in the client's messages; empty if nothing is sent."""
     told = [run.module.revealed(message) for _, message in run.wire.exchanged(client)]
     if any(not one for one in told):
         kind = type(run.module).__name__
@@ -161,7 +161,7 @@ def _revealed(run: Run, client: int) -> list[State]:
 
 
 def _completed(run: Run, client: int, key: str, seen: list[State], reference: Federation | None) -> Candidates:
-    """The seen entries with all that is not seen assumed, or guessed with the adversary's own data."""
+    """Complete the seen entries by assumptions, or by a guess fitted to the adversary's own data."""
     if not seen:
         return {}
     module = run.module
@@ -175,7 +175,7 @@ def _completed(run: Run, client: int, key: str, seen: list[State], reference: Fe
 
 
 def _guess(module: FederatedModule, state: State, reference: Federation) -> State:
-    """Fit the private entries to the adversary's data, on the entries it has seen; as at first where that diverges."""
+    """Fit the private entries to the adversary's data, given the seen ones; use initial entries on divergence."""
     start = module.private_start()
     plan = fitting(module, tuple(start), GUESS_EPOCHS)
     (found,) = fit_entries(module, plan, [LocalData(reference, 0)], [{**state, **start}])

@@ -17,37 +17,37 @@ from fl_lightning.privacy.profiles import remaining
 from fl_lightning.wire import Message, State, Weighting, message_weights, weighted_mean
 
 T = TypeVar("T")
-#: What a client does to a message before it leaves, given what it received.
+#: A client's defences: change a message in place, given the received one.
 Protection = Callable[[State, Message], None]
 
 
 @dataclass
 class Wire:
-    """The last messages of the clients that were heard last: the fresher a message, the stronger an attack.
+    """The last messages of the most recent clients; recent messages make attacks stronger.
 
     Args:
-        clients: of how many clients messages are kept; None means all.
-        memory: how many messages are kept of each.
+        clients: number of clients to keep messages of; None means all.
+        memory: number of messages kept of each client.
     """
 
     clients: int | None = None
     memory: int = 3
-    #: Up messages by client, the last one at the end, and the client heard last at the end.
+    #: Up messages by client, in order of time; the most recent client is last.
     sent: dict[int, deque[State]] = field(default_factory=dict)
-    #: What the client had received before each of them; empty where that was not heard.
+    #: The received message before each of them; empty if not recorded.
     received: dict[int, deque[State]] = field(default_factory=dict)
-    #: Weighted means of the rounds, the last one at the end; noted if they are asked for.
+    #: Weighted means of rounds in order, if recorded.
     means: deque[State] = field(default_factory=deque)
-    #: What is left of a mean if all messages but the client's are taken off, by client, the last one at the end.
+    #: Means without all other clients' messages, by client, in order.
     left: dict[int, deque[State]] = field(default_factory=dict)
     _down: dict[int, State] = field(default_factory=dict)
 
     def hand(self, client: int, message: State) -> None:
-        """Hear a down message, which the client's next up message answers."""
+        """Record a down message, which precedes the client's next up message."""
         self._down[client] = message
 
     def note(self, client: int, message: State) -> None:
-        """Keep a copy of an up message, and forget the client that was silent for longest if there are too many."""
+        """Record an up message, and drop the least recent client if there are too many."""
         for kept, heard in ((self.sent, message), (self.received, self._down.pop(client, {}))):
             messages = kept.pop(client, deque(maxlen=self.memory))
             messages.append({name: value.detach().clone() for name, value in heard.items()})
@@ -58,12 +58,12 @@ class Wire:
                 self.left.pop(gone, None)
 
     def note_mean(self, messages: Sequence[Message], weighting: Weighting, apart: Sequence[int] = ()) -> None:
-        """Keep the mean of a stage's messages, and what clients that collude with the server leave of it.
+        """Record the mean of a stage's messages, also without the messages of colluding clients.
 
         Args:
-            messages: all of the stage.
-            weighting: of the mean.
-            apart: clients whose messages are to be found by taking all others off the mean.
+            messages: all messages of the stage.
+            weighting: weighting of the mean.
+            apart: clients whose messages are recovered by subtracting all others from the mean.
         """
         if not messages or not messages[0].tensors:
             return
@@ -78,33 +78,33 @@ class Wire:
                 kept.append(remaining(mean, rest, known, weights[place]))
 
     def exchanged(self, client: int) -> list[tuple[State, State]]:
-        """Messages to a client and its answers, where it answered at all, the last at the end."""
+        """Return pairs of messages to and from a client, in order."""
         both = zip(self.received[client], self.sent[client], strict=True)
         return [(received, sent) for received, sent in both if sent]
 
 
 @dataclass
 class Run:
-    """A federated run as an attack finds it.
+    """A federated run as seen by attacks.
 
     Args:
         module: the method, with the server's model.
-        wire: what crossed.
-        private: what the clients keep; the insider's view alone looks at it.
+        wire: the recorded messages.
+        private: the clients' private state, used by the insider's view only.
     """
 
     module: FederatedModule
     wire: Wire
     private: dict[int, State]
-    #: Private entries that were guessed, by client; made once for all views.
+    #: Guessed private entries by client, shared by all views.
     guesses: dict[tuple[str, int], State] = field(default_factory=dict)
-    #: Told how many targets of how many an attack is through with.
+    #: Progress function, called with the numbers of finished and of all targets.
     watch: Callable[[int, int], None] | None = None
-    #: For messages that clients are asked for.
+    #: Defences applied to requested messages.
     protect: Protection | None = None
 
     def each(self, targets: Sequence[T]) -> Iterator[T]:
-        """The targets of an attack, one after the other, with whoever watches kept informed."""
+        """Iterate over the targets of an attack, and report progress to ``watch``."""
         for done, target in enumerate(targets):
             if self.watch is not None:
                 self.watch(done, len(targets))
@@ -114,38 +114,38 @@ class Run:
 
     @property
     def clients(self) -> list[int]:
-        """The clients of which a message was seen."""
+        """Clients with recorded messages."""
         return sorted(self.wire.sent)
 
 
 class Wiretap(Callback):
-    """Listens to the messages of a run.
+    """Records the messages of a run.
 
     Args:
-        wire: where they are kept.
-        sums: whether the means of rounds are kept, too, and what is left of them for each client.
+        wire: storage of the messages.
+        sums: whether to record means of rounds too, also without all other clients.
     """
 
     def __init__(self, wire: Wire, sums: bool = False) -> None:
         self.wire, self.sums = wire, sums
 
     def on_client_start(self, trainer: Trainer, pl_module: LightningModule, client: int, message: State) -> None:
-        """Hear what a client is given."""
+        """Record a message to a client."""
         self.wire.hand(client, message)
 
     def on_message_up(self, trainer: Trainer, pl_module: LightningModule, client: int, message: Message) -> None:
-        """Keep what crosses."""
+        """Record a message from a client."""
         self.wire.note(client, message.tensors)
 
     def on_before_aggregate(self, trainer: Trainer, pl_module: LightningModule, messages: list[Message]) -> None:
-        """Keep the mean."""
+        """Record the mean."""
         if self.sums:
             assert isinstance(pl_module, FederatedModule)
             self.wire.note_mean(messages, pl_module.weighting, [m.client for m in messages])
 
 
 def finished(module: FederatedModule, wire: Wire) -> Run:
-    """A run that was listened to, with what its clients keep now."""
+    """Return a recorded run, with the clients' current private state."""
     return Run(module, wire, {client: dict(module.snapshots[client].private) for client in wire.sent})
 
 
@@ -156,15 +156,15 @@ def intercept(
     others: Sequence[int] | None = None,
     hidden: bool = False,
 ) -> Run:
-    """Messages of the next round, for a run of which nothing was recorded, as from a checkpoint.
+    """Request messages of the next round, for a run without recorded messages, such as from a checkpoint.
 
-    Nothing of the round is kept: server and snapshots stay as they are.
+    Server and snapshots do not change.
 
     Args:
         module: a trained method under a Trainer with its data.
-        clients: the clients to listen to.
-        protect: what clients do to a message before it leaves, given what they received.
-        others: clients that train beside them, for the mean of all messages; None asks for no mean.
+        clients: the clients to request messages from.
+        protect: the clients' defences, applied to messages.
+        others: further clients of the round, for the mean of all messages; None computes no mean.
         hidden: whether secure aggregation hides the messages.
     """
     run, engine = Run(module, Wire(memory=1), {}), settled(module.engine)

@@ -87,7 +87,7 @@ class Renamed(FedAvg):
 
 @pytest.mark.parametrize(("kind", "name"), [(Leaky, "head.weight"), (Renamed, "secret")])
 def test_a_private_name_that_crosses_fails_the_run(kind: type[FederatedModule], name: str, tmp_path: Path) -> None:
-    with pytest.raises(FederationError, match=f"carries {name}, which {kind.__name__} says stays with the client"):
+    with pytest.raises(FederationError, match=f"contains {name}, which is private in {kind.__name__}"):
         fit(kind(mlp(), engine="stacked"), blobs(), 2, callbacks=[LedgerCallback(folder=str(tmp_path))])
     ledger = LedgerCallback(assert_private=False, folder=str(tmp_path))
     fit(kind(mlp(), engine="stacked"), blobs(), 2, callbacks=[ledger])
@@ -149,7 +149,7 @@ def test_lines_that_are_gone_are_missed_and_the_totals_are_not(tmp_path: Path) -
     run.save_checkpoint(tmp_path / "run.ckpt")
     (tmp_path / "whole" / "ledger.csv").write_text("something else\n" * 99)
     part, method = LedgerCallback(folder=str(tmp_path / "part")), FedAvg(mlp(), engine="stacked")
-    with pytest.warns(UserWarning, match=r"ledger\.csv is not as the checkpoint knew it"):
+    with pytest.warns(UserWarning, match=r"ledger\.csv differs from the checkpoint"):
         trainer(3, callbacks=[part]).fit(method, datamodule=blobs(), ckpt_path=str(tmp_path / "run.ckpt"))
     assert (part.total("up"), part.total("down")) == (method.bytes_up, method.bytes_down)
     assert {line.round for line in part.lines} == {2}

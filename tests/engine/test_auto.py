@@ -19,6 +19,8 @@ from fl_lightning.methods import FedAvg
 from fl_lightning.nets import LeNetBN
 from tests.support import CLASSES, Idle, blobs, fit, mlp
 
+pytestmark = pytest.mark.race
+
 
 class _Clock:
     """Time that passes only when a probe says so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from fl_lightning.methods import APFL, FedAvg, Local
 from fl_lightning.methods.apfl import ALPHA, OWN
 from tests.support import blobs, fit, largest_difference, mlp, weights
 from tests.support.engines import differ
-from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.stops import make
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
 OPTIONS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8}
@@ -161,15 +160,6 @@ def test_engines_agree_and_nothing_private_crosses() -> None:
     assert differ(one, two) < 1e-9
     assert differ(two, three) < 1e-12
     assert crossed == set(one.trainable_names)
-
-
-def test_resumes_exactly(tmp_path: Path) -> None:
-    whole = make(APFL)
-    run(whole, tmp_path / "whole")
-    stopped(make(APFL), tmp_path / "part", Stop("on_client_end", 5, kill))
-    again = make(APFL)
-    run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
-    assert_same(state_of(again), state_of(whole))
 
 
 def test_alpha_outside_its_range_is_refused() -> None:

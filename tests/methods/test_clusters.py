@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from fl_lightning.datamodules import TensorFederation
@@ -17,8 +16,7 @@ from fl_lightning.methods.lib.clusters import ClusteredModule, balanced, redrawn
 from fl_lightning.nets import LeNetBN
 from fl_lightning.optim import FedAdam
 from fl_lightning.seeding import stream
-from tests.support import CLASSES, blobs, fit, largest_difference, mlp, planted, untimed, weights
-from tests.support.stops import Stop, assert_same, fail, kill, make, run, state_of, stopped
+from tests.support import CLASSES, blobs, fit, largest_difference, mlp, planted, weights
 
 OPTIONS: dict[type[ClusteredModule], dict[str, Any]] = {
     FeSEM: {"clusters": 2, "centres": "same"},
@@ -84,26 +82,6 @@ def test_engines_agree(kind: type[ClusteredModule]) -> None:
     assert largest_difference(server(one), server(two)) < 1e-9
     assert largest_difference(server(two), server(three)) < 1e-12
     assert one.assignment() == two.assignment() == three.assignment()
-
-
-@EVERY
-def test_resumes_exactly_also_between_stages(kind: type[ClusteredModule], tmp_path: Path) -> None:
-    """Killed in a later round, and stopped by an error in a later stage, with a checkpoint of that moment."""
-    whole = make(kind, **OPTIONS[kind])
-    run(whole, tmp_path / "whole")
-    expected = state_of(whole) | server(whole)
-    between = {FedGroup: 2, FedCluster: 4}.get(kind, 3)  # FedCluster's cohorts of two lie in one group, then in two
-    for act, times, name in ((kill, 5 if kind is FedCluster else 4, "last.ckpt"), (fail, between, "stop.ckpt")):
-        folder, stop = tmp_path / name, Stop("on_before_aggregate", times, act)
-        stopped(make(kind, **OPTIONS[kind]), folder, OnExceptionCheckpoint(folder, "stop"), stop)
-        saved = torch.load(folder / name, weights_only=True)["fl_lightning"]
-        assert saved["rounds"] < 4
-        assert saved["stages"] == (1 if kind in (FedGroup, FedCluster) and act is fail else 0)
-        again = make(kind, **OPTIONS[kind])
-        run(again, folder, ckpt_path=str(folder / name))
-        assert_same(state_of(again) | server(again), expected)
-        assert again.assignment() == whole.assignment()
-        assert untimed(again.summary) == untimed(whole.summary)
 
 
 @EVERY

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,9 @@ from fl_lightning.methods.settings import Laplace, Trials
 from fl_lightning.nets import BiLSTM, LeNetBN
 from fl_lightning.parties import LocalData
 from fl_lightning.wire import Message, pack_bits, unpack_bits
-from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, untimed, weights
+from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
 from tests.support.engines import NETS, differ, seeded
 from tests.support.problems import Unused
-from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
 OPTIONS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": "sequential"}
@@ -370,19 +368,6 @@ def test_never_sampled_clients_are_evaluated_with_the_servers_model() -> None:
         trained, *others = (model[name].data_ptr() for model in models[1:])
         assert others == [value.data_ptr()] * 2
         assert trained != value.data_ptr()
-
-
-@pytest.mark.parametrize("options", [{"p": 0.6}, {"p": "auto", "trials": {"values": (0.2, 0.9), "rounds": 1}}])
-def test_resumes_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
-    whole = make(FedBPS, **options)
-    run(whole, tmp_path / "whole")
-    stopped(make(FedBPS, **options), tmp_path / "part", Stop("on_round_end", 3, kill))
-    again = make(FedBPS, **options)
-    run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
-    assert_same(state_of(again), state_of(whole))
-    assert torch.equal(again.mask, whole.mask)
-    assert again.p == whole.p
-    assert untimed(again.summary) == untimed(whole.summary)
 
 
 # ---- p: auto ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from fl_lightning.methods.lib.fusion_vae import FLOOR, FusionVAE, Noise, belongi
 from fl_lightning.nets import BiLSTM, FedNet, LeNetBN
 from fl_lightning.wire import Message
 from tests.support import CLASSES, blobs, fit, gathered, largest_difference, mlp, weights
-from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
 
 IMAGE = (1, 28, 28)
 SIZES = (19, 9, 16, 8, 12, 24)
@@ -524,26 +523,6 @@ def test_engines_agree(engine: str) -> None:
     for method in (one, other):
         fit(method, blobs(), rounds=4)
     assert largest_difference(weights(one), weights(other)) < 1e-7
-
-
-@pytest.mark.parametrize("options", [{}, {"weights": "sampled", "latents": "per_client", "basis": "frozen"}])
-def test_resumed_runs_go_on_with_the_same_autoencoder(options: dict[str, Any], tmp_path: Path) -> None:
-    schedule: dict[str, Any] = {"warmup": 1, "refit_every": 2, "steps": 10, "components": 3, **options}
-    schedule = gathered(FedDAF, schedule)
-    whole = make(FedDAF, **schedule)
-    run(whole, tmp_path / "whole")
-    stopped(make(FedDAF, **schedule), tmp_path / "part", Stop("on_round_end", 3, kill))
-    part = make(FedDAF, **schedule)
-    run(part, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
-    assert_same(state_of(part), state_of(whole))
-    assert part.multiples == whole.multiples  # type: ignore[attr-defined]
-    for left, right in zip(_tensors(part), _tensors(whole), strict=True):
-        assert torch.equal(left, right)
-
-
-def _tensors(method: Any) -> list[Tensor]:
-    state = copy.copy(method.fusion.state_dict())
-    return [*state["vae"].values(), *state["projection"].values(), state["observed"], state["weights"]]
 
 
 def test_weights_and_server_time_are_logged() -> None:

@@ -14,7 +14,6 @@ from fl_lightning.methods import FedAvg, FedPer, LGFedAvg, Local
 from fl_lightning.nets import LeNetBN
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, weights
 from tests.support.engines import differ, trained
-from tests.support.stops import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked"])
 BASE, HEAD = {"fc1.weight", "fc1.bias"}, {"head.weight", "head.bias"}
@@ -121,19 +120,6 @@ def test_unknown_layers_are_refused(kind: Any, option: str) -> None:
 def test_stacked_equals_sequential(kind: Any, net: str) -> None:
     one, other = (trained(kind, net, engine=engine) for engine in ("sequential", "stacked"))
     assert differ(one, other) < 1e-9
-
-
-@pytest.mark.parametrize("kind", [FedPer, LGFedAvg])
-@pytest.mark.parametrize("act", [kill, fail])
-def test_resumed_equals_uninterrupted(kind: Any, act: Any, tmp_path: Path) -> None:
-    whole = make(kind)
-    run(whole, tmp_path / "whole")
-    stopped(make(kind), tmp_path, Stop("on_client_end", 5, act))
-    state = state_of(whole)
-    assert any(
-        name.endswith("head.weight" if kind is FedPer else "conv1.weight") for name in state if name[0].isdigit()
-    )
-    assert_same(resumed(kind, tmp_path), state)
 
 
 @pytest.mark.parametrize(("kind", "option"), [(FedPer, "personal"), (LGFedAvg, "shared")])

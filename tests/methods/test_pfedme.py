@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from fl_lightning.parties import Reply
 from fl_lightning.wire import Message, State
 from tests.support import CLASSES, RAGGED, blobs, fit, largest_difference, mlp, weights
 from tests.support.engines import IMAGE, differ, trained
-from tests.support.stops import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked"])
 NAMES = {"fc1.weight", "fc1.bias", "head.weight", "head.bias"}
@@ -181,16 +179,6 @@ def test_running_statistics_of_the_server_are_the_clients_mean() -> None:
 def test_stacked_equals_sequential(net: str, options: dict[str, Any]) -> None:
     one, other = (trained(PFedMe, net, engine=engine, lam=5.0, **options) for engine in ("sequential", "stacked"))
     assert differ(one, other) < 1e-9
-
-
-@pytest.mark.parametrize("act", [kill, fail])
-def test_resumed_equals_uninterrupted(act: Any, tmp_path: Path) -> None:
-    whole = make(PFedMe, lam=5.0)
-    run(whole, tmp_path / "whole")
-    stopped(make(PFedMe, lam=5.0), tmp_path, Stop("on_client_end", 7, act))  # in the last round: two thetas are old
-    state = state_of(whole)
-    assert any("theta.conv1.weight" in name for name in state)
-    assert_same(resumed(PFedMe, tmp_path, lam=5.0), state)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -16,7 +16,6 @@ from fl_lightning.nets import LeNetBN
 from fl_lightning.wire import Message
 from tests.support import CLASSES, blobs, fit, largest_difference, mlp, weights
 from tests.support.engines import NETS, differ, seeded, trained
-from tests.support.stops import Stop, assert_same, fail, kill, make, resumed, run, state_of, stopped
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked"])
 LOSS = "received.loss"
@@ -193,14 +192,6 @@ def test_larger_q_favours_the_client_with_the_larger_loss() -> None:
 def test_stacked_equals_sequential(net: str) -> None:
     one, other = (trained(QFFL, net, engine=engine, q=0.5) for engine in ("sequential", "stacked"))
     assert differ(one, other) < 1e-9
-
-
-@pytest.mark.parametrize("act", [kill, fail])
-def test_resumed_equals_uninterrupted(act: Any, tmp_path: Path) -> None:
-    whole = make(QFFL, q=0.5)
-    run(whole, tmp_path / "whole")
-    stopped(make(QFFL, q=0.5), tmp_path, Stop("on_client_end", 5, act))
-    assert_same(resumed(QFFL, tmp_path, q=0.5), state_of(whole))
 
 
 def test_settings_come_back_from_a_checkpoint(tmp_path: Path) -> None:

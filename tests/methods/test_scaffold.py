@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from fl_lightning.nets import LeNetBN
 from tests.support import blobs, fit, largest_difference, mlp, weights
 from tests.support.engines import differ
 from tests.support.problems import Point
-from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.stops import make
 
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "stacked", "captured"])
 
@@ -173,16 +172,6 @@ def test_what_crosses_is_twice_the_model_and_never_c_i() -> None:
     assert down == names | {SERVER + name for name in names}
     scalars = sum(p.numel() for p in method.net.parameters())
     assert method.bytes_up == method.bytes_down == 2 * 4 * scalars
-
-
-def test_resumes_exactly_with_its_control_variates(tmp_path: Path) -> None:
-    whole = make(SCAFFOLD)
-    run(whole, tmp_path / "whole")
-    stopped(make(SCAFFOLD), tmp_path / "part", Stop("on_client_end", 5, kill))
-    again = make(SCAFFOLD)
-    run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
-    assert_same(state_of(again), state_of(whole))
-    assert_same(again.server_control(), whole.server_control())  # type: ignore[attr-defined]
 
 
 def test_buffers_that_clients_keep_are_those_they_are_evaluated_with() -> None:

@@ -240,24 +240,6 @@ def test_all_engines_agree(kind: type[FactorizedModule], options: dict[str, Any]
         assert largest_difference(one.personal_state(never), other.personal_state(never)) < 1e-9
 
 
-@SCHEDULES
-def test_resume_is_exact(schedule: str, tmp_path: Path) -> None:
-    def run(method: Any, rounds: int, ckpt: str | None = None, **kwargs: Any) -> Any:
-        data = blobs((19, 9, 16, 8, 12, 11), fraction=1 / 3, seed=1)
-        saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-        fit(method, data, rounds, ckpt, precision="32-true", enable_checkpointing=True, callbacks=[saver], **kwargs)
-        return method
-
-    options: dict[str, Any] = {"schedule": schedule, "dictionary": "cached"}
-    whole = run(waffle(**options), 4)
-    again = run(waffle(**options), 4, str(tmp_path / "epoch=1.ckpt"))
-    assert len(whole.snapshots) < 6
-    left, right = state_of(whole), state_of(again)
-    assert left.keys() == right.keys()
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
-    assert torch.equal(whole.evaluator.scores["test"], again.evaluator.scores["test"])
-
-
 # ---- what crosses, what stays ------------------------------------------------------------------------------------
 
 

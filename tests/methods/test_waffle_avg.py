@@ -22,8 +22,8 @@ from fl_lightning.methods.waffle_avg import NEW, calculate_weights
 from fl_lightning.parties import Reply
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 from tests.support.engines import differ
-from tests.support.problems import Point, known, twins
-from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.problems import Point, twins
+from tests.support.stops import make, run
 
 CONTROLS = pytest.mark.parametrize("control", ["eq1", "weighted_mean"])
 SETTINGS: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": "stacked"}
@@ -327,20 +327,6 @@ def test_engines_agree(agent: Any) -> None:
     one, two = trained("sequential"), trained("stacked")
     assert differ(one, two) < 1e-9
     torch.testing.assert_close(one.weight_history(), two.weight_history())
-
-
-@pytest.mark.parametrize(("agent", "control"), [(1, "weighted_mean"), ("all", "eq1")])
-def test_resumes_exactly_with_control_variates_and_weight_history(agent: Any, control: Any, tmp_path: Path) -> None:
-    options = {"agent_of_interest": agent, "control": control}
-    whole = make(WAFFLEAvg, **options)
-    run(whole, tmp_path / "whole")
-    stopped(make(WAFFLEAvg, **options), tmp_path / "part", Stop("on_round_end", 3, kill))
-    again = make(WAFFLEAvg, **options)
-    run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
-    assert_same(state_of(again), state_of(whole))
-    assert_same(again.server_control(), whole.server_control())  # type: ignore[attr-defined]
-    assert_same(known(again.memory), known(whole.memory))
-    assert whole.weight_history().shape == (4, 4 if agent == "all" else 1, 4)  # type: ignore[operator]
 
 
 def test_batch_statistics_may_stay_with_the_client_or_start_anew() -> None:

@@ -16,8 +16,7 @@ from fl_lightning.nets import LeNetBN
 from fl_lightning.parties import Reply
 from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp, trainer, weights
 from tests.support.engines import differ, seeded
-from tests.support.problems import known, twins
-from tests.support.stops import Stop, assert_same, kill, make, run, state_of, stopped
+from tests.support.problems import twins
 
 
 def erosion(**kwargs: Any) -> WeightErosion:
@@ -180,21 +179,6 @@ def test_engines_agree(agent: Any) -> None:
     one, two = trained("sequential"), trained("stacked")
     assert differ(one, two) < 1e-9
     torch.testing.assert_close(one.weight_history(), two.weight_history())
-
-
-@pytest.mark.parametrize("agent", [1, "all"])
-def test_resumes_exactly_with_its_weights(agent: Any, tmp_path: Path) -> None:
-    options = {"agent_of_interest": agent, "distance_penalty": 0.1}
-    whole = make(WeightErosion, **options)
-    run(whole, tmp_path / "whole")
-    stopped(make(WeightErosion, **options), tmp_path / "part", Stop("on_client_end", 11, kill))
-    again = make(WeightErosion, **options)
-    run(again, tmp_path / "part", ckpt_path=str(tmp_path / "part" / "last.ckpt"))
-    assert_same(state_of(again), state_of(whole))
-    assert_same(known(again.memory), known(whole.memory))
-    assert len(whole.memory["weights"]) == 4
-    loaded = WeightErosion.load_from_checkpoint(tmp_path / "whole" / "last.ckpt")
-    assert_same(loaded.personal_state(2), whole.personal_state(2))
 
 
 def test_another_fit_begins_with_whole_weights_and_the_trained_model() -> None:

@@ -188,6 +188,7 @@ def test_what_cannot_be_crafted_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(FederationError, match=cannot):
             fit(method, images(), 1, callbacks=[ImprintCallback(folder=str(tmp_path))])
+        assert method.completed_rounds == 0, "refused before the first round"
     with pytest.raises(FederationError, match=cannot):  # before the first round
         fit(FedAvg(MLP(25, (20,), 3), engine="stacked"), data, 1, callbacks=[ImprintCallback(disturb=True)])
     with pytest.raises(FederationError, match="has no view outsider, as only a server crafts"):

@@ -152,7 +152,7 @@ def test_accountant_against_the_gaussian_mechanism() -> None:
     assert epsilon(once, delta) < epsilon(once, delta, "rdp")
     sampled = [Release("poisson", z, 0.1, 10)]
     assert epsilon(sampled, delta) == pytest.approx(epsilon(sampled, delta, "prv"), abs=0.02)
-    with pytest.raises(FederationError, match="The accountant rdp knows no cohorts of a fixed size: use pld"):
+    with pytest.raises(FederationError, match="The accountant rdp does not support cohorts of a fixed size: use pld"):
         epsilon([Release("fixed", z, 0.1, 10)], delta, "rdp")
     assert epsilon([], delta) == 0.0
 

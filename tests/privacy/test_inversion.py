@@ -154,7 +154,7 @@ def test_the_prior_is_chosen_on_a_federation_of_the_adversarys_own(tmp_path: Pat
     assert psnrs[chosen] > max(psnrs.values()) - 0.5
     assert psnrs[chosen] > min(psnrs.values()) + 0.5
     blind = trainer(callbacks=[ModelInversionCallback(["outsider"], 5, 1, variation=None)], precision="32-true")
-    with pytest.raises(FederationError, match=r"How the run began is not known.*a number as variation"):
+    with pytest.raises(FederationError, match=r"initial weights of the run are unknown.*a number as variation"):
         blind.test(method, datamodule=stripes(), verbose=False)
 
 

@@ -229,7 +229,7 @@ def test_shadows_begin_as_the_run_did_and_know_nothing_of_its_clients(
     assert all(known == [] for _, known in begun)
 
     blind = trainer(callbacks=[MembershipInferenceCallback(["outsider"], samples=40, shadows=1)]).test
-    with pytest.raises(FederationError, match=r"How the run began is not known.*shadow_start='current'"):
+    with pytest.raises(FederationError, match=r"initial weights of the run are unknown.*shadow_start='current'"):
         blind(method, datamodule=data, verbose=False)
 
 

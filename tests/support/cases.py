@@ -66,6 +66,9 @@ class Case:
     fraction: float = 0.4
     data: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return self.name
+
     def make(self, net: str, policy: str = "average", engine: str = "stacked", **more: Any) -> FederatedModule:
         """Build the method."""
         settings = {"lr": 0.1, "epochs": 2, "batch_size": 8, "engine": engine, "seed": 3, "buffers": policy}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fl_lightning.datamodules import TensorFederation
 from fl_lightning.methods import FedAvg
 from fl_lightning.tasks import Task
-from tests.support import CLASSES, FEATURES
+from tests.support import CLASSES, FEATURES, mlp
 
 
 class Point(nn.Module):
@@ -61,3 +62,26 @@ class Unused(nn.Module):
 
 def known(memory: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.nan_to_num(-1.0) for name, value in memory.items()}
+
+
+class User(LightningModule):
+    """Squared error of the softmax: not what a method would take by itself."""
+
+    def __init__(self, seed: int = 0, optimizer: Any = None) -> None:
+        super().__init__()
+        self.net = mlp(seed)
+        self.optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.3, weight_decay=0.01))
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        target = (y[:, None] == torch.arange(CLASSES)).to(x.dtype)  # one_hot cannot be stacked
+        loss = (self(x).softmax(1) - target).square().sum(1).mean()
+        self.log("loss", loss)
+        return {"loss": loss, "more": 1}
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
