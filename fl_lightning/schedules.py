@@ -235,8 +235,8 @@ def made(schedule: AnySchedule | Mapping[str, Any] | str | None, name: str) -> A
             if "." in path:  # of a checkpoint
                 raise FederationError(f"{name} was {path}, which cannot be imported: pass {name}= again.") from None
             raise FederationError(
-                f"{name} is no schedule: {path!r}; use one of fl_lightning.schedules, such as Cosine, or the import path "
-                "of a function."
+                f"{name} is no schedule: {path!r}; use one of fl_lightning.schedules, such as Cosine, or the import "
+                "path of a function."
             ) from None
     if isinstance(schedule, Mapping):
         kind = pkgutil.resolve_name(schedule["class_path"])
