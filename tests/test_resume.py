@@ -37,7 +37,7 @@ LIGHTNING_HOOKS = ["on_train_batch_end", "on_validation_start", "on_train_epoch_
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What runs that nothing stops leave, by the method's name."""
+    """Results of uninterrupted runs by the method's name."""
     torch.set_num_threads(1)
 
     class States(dict[str, dict[str, Any]]):

@@ -109,7 +109,7 @@ def _progress(name: str, quiet: bool) -> Callable[[int, int], None]:
 
 
 def make_attack(name: str, options: dict[str, Any]) -> AttackCallback:
-    """The attack's callback, or a sentence that says which options it has."""
+    """Build the attack's callback; an error lists its options."""
     kind = ATTACKS[name]
     known = list(inspect.signature(kind).parameters)
     unknown = sorted(options.keys() - set(known))

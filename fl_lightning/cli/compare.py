@@ -21,7 +21,7 @@ class Experiment(NamedTuple):
     runs: list[Run]
 
     def values(self, of: Callable[[Run], float | None]) -> list[float]:
-        """The value of every run that has it."""
+        """Return the values of all runs that have it."""
         return [value for run in self.runs if (value := of(run)) is not None]
 
 
@@ -40,7 +40,7 @@ def _last(name: str) -> Callable[[Run], float | None]:
 
 
 def _scored(name: str, measure: Measure | None = None) -> Callable[[Run], float | None]:
-    """The last value of what was logged of the split that a run, if judged by ``measure``, was validated on."""
+    """Return the last value of a metric on a run's validation split, if its headline metric is ``measure``."""
     return lambda run: run.final.get(f"{run.validated}/{name}") if measure in (None, run.measure) else None
 
 
@@ -50,12 +50,12 @@ def _validations(run: Run) -> float | None:
 
 
 def _measures(experiments: Sequence[Experiment]) -> list[Measure]:
-    """The metrics that count in these runs, as a rule one."""
+    """Return the headline metrics of these runs, usually one."""
     return list(dict.fromkeys(run.measure for one in experiments for run in one.runs))
 
 
 def _judged(measure: Measure, apart: bool) -> list[Column]:
-    """The columns of a metric that counts; named where runs are judged by several."""
+    """Return the columns of a headline metric; with its name if runs have several."""
     name, prefix, sign = measure.name, f"{measure.title}: " if apart else "", measure.sign
     digits = 2 if measure.share else 4
     variance = "variance (%²)" if measure.share else "variance"
@@ -66,9 +66,9 @@ def _judged(measure: Measure, apart: bool) -> list[Column]:
     ]
 
 
-#: The samples that a run was validated on, in words.
+#: Display names of validation splits.
 SAMPLES = {"val": "held-out training samples", "test": "test samples"}
-#: Columns of the costs; those that no run has a number for are left out, here and elsewhere.
+#: Columns of costs; here and elsewhere, columns without values are left out.
 COSTS = (
     Column("parameters shared", lambda run: run.parameters, 0),
     Column("MB up", lambda run: run.traffic[0] / 1e6 if run.traffic else None, 2),
@@ -126,7 +126,7 @@ def experiments_of(runs: Sequence[Run]) -> list[Experiment]:
 
 
 def summary(experiments: Sequence[Experiment]) -> Sheet:
-    """The comparison: the metric that counts, how evenly it is spread, other metrics, one row per experiment."""
+    """Return the comparison: headline metric, fairness and other metrics, one row per experiment."""
     repeated = any(len(one.runs) > 1 for one in experiments)
     note = "; mean and standard deviation over seeds" if repeated else ""
     splits = {run.validated for one in experiments for run in one.runs}

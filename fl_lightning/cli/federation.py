@@ -29,7 +29,7 @@ from fl_lightning.flower.needed import needed
 from fl_lightning.module import FederatedModule
 from fl_lightning.process import end_with_parent
 
-#: Seconds that a process may take to end when it is told to.
+#: Seconds that a process may take to terminate.
 ENDING = 30.0
 
 
@@ -82,7 +82,7 @@ def written(cli: FederationCLI, home: Path) -> Path:
 
 
 def _secure(trainer: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Of the callbacks those that hide messages: they belong to the run, and its simulation comes to the same bits."""
+    """Return the callbacks that hide messages, which are also part of the simulation and do not change its result."""
     kept = [one for one in trainer.get("callbacks") or [] if one["class_path"].endswith(".SecureAggregationCallback")]
     return kept or None
 

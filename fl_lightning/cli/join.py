@@ -17,7 +17,7 @@ from fl_lightning.remote import PrivateStore, Site
 
 
 class JoinCLI(SideCLI):
-    """Options of a site besides method and data; of the Trainer its precision and the callbacks that protect."""
+    """Options of a site besides method and data: the Trainer's precision and defence callbacks."""
 
     def __init__(self, argv: list[str]) -> None:
         super().__init__(argv, save_config_callback=None)

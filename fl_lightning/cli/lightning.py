@@ -37,7 +37,7 @@ from fl_lightning.tasks import made
 TRAINER = ("fit", "validate", "test", "predict")
 #: The largest seed.
 SEEDS = 2**32 - 1
-#: Processes on a core; more of them are a slip.
+#: Maximum number of processes per core; more are taken for a mistake.
 MOST_PER_CORE = 4
 
 

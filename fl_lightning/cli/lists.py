@@ -9,7 +9,7 @@ from types import ModuleType
 
 from fl_lightning.errors import FederationError
 
-#: What a newcomer wants to know of a method before its formulas.
+#: Short descriptions of methods.
 METHODS = {
     "APFL": "Each client mixes its own model with the shared one, by a learned weight",
     "FedAvg": "One model for all: clients train it on their own data, the server averages the results",

@@ -24,7 +24,7 @@ from fl_lightning.nets import FedNet
 from fl_lightning.schedules import Schedule
 from fl_lightning.tasks import Task
 
-#: What an option of that name chooses among.
+#: Base class of an option's choices, by name.
 CHOICES: dict[str, tuple[str, type]] = {
     "model": ("method", FederatedModule),
     "data": ("data set", FederatedDataModule),

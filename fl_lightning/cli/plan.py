@@ -15,9 +15,9 @@ from fl_lightning.module import FederatedModule
 from fl_lightning.quiet import quiet_trainer
 from fl_lightning.view import duration
 
-#: Rounds whose cohorts are looked at to say how many steps a round takes on average.
+#: Number of cohorts to average the steps of a round over.
 LOOK = 50
-#: Rounds that are tried: the first one also chooses the engine and prepares it.
+#: Number of timed rounds; the first one also selects and prepares the engine.
 TRIED = 2
 
 
@@ -35,7 +35,7 @@ class Probe(Callback):
         self._began = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Let no more than a few clients train."""
+        """Limit the number of clients that train."""
         whole = pl_module.cohort
         pl_module.cohort = lambda round: whole(round)[: self.most]
 

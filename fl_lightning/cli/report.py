@@ -1,4 +1,4 @@
-"""The report of one run or several: one HTML file with its pictures in it, for the screen and for print."""
+"""The report of one or several runs: one HTML file with embedded figures, for screen and print."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fl_lightning.sheet import Sheet
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: A chart of several runs with more numbers than this has a picture for every run; else one for every number.
+#: A chart of several runs with more metrics than this has one figure per run; else one per metric.
 FEW = 4
 #: More lines than this are drawn without a legend.
 LEGIBLE = 12
@@ -29,7 +29,7 @@ LEGIBLE = 12
 
 @dataclass
 class Picture:
-    """A picture as a ``data:`` address, and a text for those who cannot see it."""
+    """A figure as a ``data:`` URL, with alternative text."""
 
     address: str
     text: str
@@ -38,7 +38,7 @@ class Picture:
 
 @dataclass
 class Section:
-    """A part of the report: tables first, then pictures."""
+    """A section of the report: tables first, then figures."""
 
     name: str
     sheets: list[Sheet | None] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """The address of the section within the page."""
+        """Anchor of the section."""
         return self.name.replace(" ", "-")
 
     def __bool__(self) -> bool:
@@ -251,7 +251,7 @@ def _clients(experiments: Sequence[Experiment]) -> Section:
 
 
 def _communication(experiments: Sequence[Experiment]) -> Section:
-    """Costs, the score against what was sent, and the bytes by round."""
+    """Costs, score over traffic, and bytes by round."""
     section = _curves(experiments, "Communication", "Communication", [cost(experiments)])
     traffic = _traffic(experiments)
     return replace(section, pictures=[*traffic, *section.pictures])

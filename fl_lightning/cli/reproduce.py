@@ -100,7 +100,7 @@ def _asked(cells: list[Cell]) -> list[Cell]:
 
 
 def _runs(cells: list[Cell], rounds: int | None) -> dict[str, Config]:
-    """The different runs that the cells ask for, by hash."""
+    """Return the distinct runs of the cells, by hash."""
     configs = (tables.config_of(cell, rounds) for cell in _asked(cells))
     return {tables.config_hash(config): config for config in configs}
 
@@ -161,7 +161,7 @@ def _kept() -> Iterator[None]:
 
 
 def _told(failed: dict[str, str]) -> str:
-    """Which runs failed and why, every reason once.
+    """Format failed runs and their reasons, each reason once.
 
     Example:
         >>> _told({"a": "no data", "b": "no memory", "c": "no data"})

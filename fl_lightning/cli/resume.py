@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 
-#: Options that a run may be continued with other values of, and still be of the same configuration.
+#: Options that may differ in a resumed run of the same configuration.
 FREE = ("ckpt_path", "weights_only", "quiet", "dry_run", "config")
 FREE_OF_TRAINER = ("max_epochs", "max_time", "logger", "enable_progress_bar", "enable_model_summary", "devices")
 

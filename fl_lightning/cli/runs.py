@@ -24,7 +24,7 @@ from fl_lightning.papers.cells import RESULT
 from fl_lightning.pictures import Values
 
 Curve = tuple[list[int], list[float]]
-#: What is read of the result of a cell.
+#: Metrics read from the result of a cell.
 NEEDED = {"metrics", "rounds", "seconds", "engine", "bytes", "curves", "clients", "modes"}
 
 
@@ -84,14 +84,14 @@ class Run:
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics of clients that were logged besides the one that counts."""
+        """Return logged client metrics other than the headline metric."""
         start, end = f"{self.validated}/", "_worst10"
         names = [tag[len(start) : -len(end)] for tag in self.curves if tag.startswith(start) and tag.endswith(end)]
         return [name for name in names if name != self.measure.name]
 
     @property
     def validated(self) -> str:
-        """The split that clients were scored on after a round: ``test`` where nothing was held out."""
+        """Split that clients were scored on after a round: ``test`` if nothing was held out."""
         return "val" if any(name.startswith("val/") for name in self.curves) else "test"
 
     @property

@@ -24,7 +24,7 @@ class Workers:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        #: The arguments of every call that is under way.
+        #: Arguments of all running calls.
         self.running: dict[Future[Any], tuple[Any, ...]] = {}
         self._pools: dict[Future[Any], ProcessPoolExecutor] = {}
         self._idle: list[ProcessPoolExecutor] = []
@@ -73,7 +73,7 @@ class Workers:
 def end_with_parent() -> None:
     """End this process when its parent ends, however that happens.
 
-    Else a run would go on after its command was killed, beside the one that a new command starts in the same folder.
+    Otherwise a run would continue after its command was killed, next to that of a new command in the same folder.
     """
 
     def watch() -> None:

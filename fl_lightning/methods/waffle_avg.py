@@ -136,7 +136,7 @@ class WAFFLEAvg(AgentsOfInterest, SCAFFOLD):
     # client
 
     def leave(self, state: State, received: State, me: Me) -> Reply:
-        """As SCAFFOLD, but with ``weighted_mean`` send c_i instead of its change, which the server could sum."""
+        """Send c_i instead of its change with ``weighted_mean`` (the server could sum changes), else as SCAFFOLD."""
         up, keep = super().leave(state, received, me)
         if self.control_rule == "weighted_mean":
             up = without(CHANGE, up) | prefixed(NEW, under(OWN, keep or {}))
