@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.arguments import nearest
 from fl_lightning.errors import FederationError
 
 Cell = dict[str, Any]
@@ -156,9 +155,9 @@ def select(cells: Iterable[Cell], only: Mapping[str, str]) -> list[Cell]:
     cells = list(cells)
     known = sorted({name for cell in cells for name in cell})
     for name in only.keys() - set(known):
-        raise FederationError(
-            f"Cells of the table have no {name!r}{nearest(name, known) or '.'} They have {', '.join(known)}."
-        )
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise FederationError(f"Cells of the table have no {name!r}{hint} They have {', '.join(known)}.")
     chosen = [cell for cell in cells if all(str(cell.get(k)) in v.split(",") for k, v in only.items())]
     if not chosen:
         asked = " ".join(f"{k}={v}" for k, v in only.items())

@@ -183,7 +183,6 @@ def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> No
         (["--model.lrr", "3"], "Option 'lrr' is not accepted; did you mean lr?"),
         (["--data.partition.clientz", "3"], "Option 'clientz' is not accepted; did you mean clients?"),
         (["--model", "FedBPS", "--model.laplace_samples", "10"], "did you mean laplace.samples?"),
-        (["--model", "FedBPS", "--model.kl_weight", "1"], "Option 'kl_weight' is not accepted."),  # WAFFLe has it
         (
             ["--model", "FedBPS", "--model.laplace", "3"],
             "laplace: expected a dict, or its options one by one: laplace.c",
