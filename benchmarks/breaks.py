@@ -216,8 +216,8 @@ BREAKS = [
     Break(
         "WAFFLe's bound weighs the prior as for one sample",
         "methods/waffle.py",
-        'self.kl_weight / batch.scalars["samples"]',
-        "self.kl_weight",
+        'return self.posterior.kl_weight / batch.scalars["samples"] *',
+        "return self.posterior.kl_weight *",
         "methods/test_waffle.py",
     ),
     Break(
@@ -282,7 +282,7 @@ def noticed(root: Path, tests: list[str]) -> str | None:
     text = said.read_text()
     if f"of {root}\n" not in text:
         raise SystemExit(f"The tests did not run in {root}:\n{text}")
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     return found[1] if found else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -44,3 +45,17 @@ def test_helpers_are_in_support() -> None:
     helpers = {path for path in files if not path.name.startswith("test_")}
     assert {path for path in helpers if path.parts[1] != "support"} == {Path("tests/golden/record.py")}
     assert {path for path in files if path.parts[1] == "support"} <= helpers
+
+
+def test_the_breaks_on_purpose_fit_the_code_and_the_page_lists_them() -> None:
+    """benchmarks/breaks.py changes lines that are there, and docs/reliability.md has what its last run printed."""
+    breaks = run_path(str(ROOT / "benchmarks" / "breaks.py"))["BREAKS"]
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "reliability.md").read_text().splitlines()]
+    shown = {row[1]: row[2:] for row in rows if len(row) == 4 and row[0].startswith("| ")}
+    for one in breaks:
+        assert (ROOT / "fl_lightning" / one.path).read_text().count(one.line) == 1, one
+        where, test = shown[one.what]
+        path, name = test.strip("` |").split("::", 1)
+        assert where == f"`{one.path}`"
+        assert path.removeprefix("tests/") in one.tests.split()
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test

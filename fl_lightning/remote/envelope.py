@@ -76,6 +76,8 @@ def unseal(data: bytes) -> Envelope:
         stored = load(data)
         parts = {part: {name: stored[place] for name, place in names.items()} for part, names in said["parts"].items()}
         header = said["header"]
+    except FederationError:
+        raise
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise FederationError("It is not a message of fl_lightning, or was damaged on its way.") from error
     if type(header) is not dict:

@@ -27,7 +27,7 @@ from fl_lightning.callbacks import (
 from fl_lightning.errors import FederationError
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedPer
 from fl_lightning.module import FederatedModule
-from fl_lightning.remote import PrivateStore, RemoteClients, Site
+from fl_lightning.remote import PrivateStore, RemoteClients, Site, envelope
 from fl_lightning.remote.envelope import seal, unseal
 from fl_lightning.robust import Median
 from fl_lightning.snapshots import ClientSnapshot
@@ -96,6 +96,14 @@ def test_messages_keep_types_shapes_and_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("data", [b"", b"x", b"\x00" * 100, seal({}, {})[:-3], b"\xff" * 8 + b"{}", b"[" * 10**5])
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     with pytest.raises(FederationError, match="not a message of fl_lightning"):
+        unseal(data)
+
+
+def test_a_message_of_another_format_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envelope, "FORMAT", 2)
+    data = seal({"x": 1}, {"p": {"w": torch.ones(1)}})
+    monkeypatch.undo()
+    with pytest.raises(FederationError, match=r"format 2, this one reads 1: use the same version of fl_lightning"):
         unseal(data)
 
 
