@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +39,9 @@ NEEDED = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callb
 #: Entries of every Trainer checkpoint, and types of the common ones.
 ALWAYS = {"state_dict": dict, "pytorch-lightning_version": str}
 USUAL = {**ALWAYS, **NEEDED, "epoch": int, "global_step": int}
+#: Errors of rebuilding a method: its class is another one, or it has lost an option since.
+_OTHER_CLASS = re.compile(r"The class '[\w.]*?(\w+)' requested by the checkpoint does not resolve")
+_LOST_OPTION = re.compile(r"^ *- (\w+ has no option '\w+')", re.MULTILINE)
 
 
 class DamagedError(FederationError):
@@ -237,9 +241,19 @@ def readable(path: Any, method: str = "method") -> Iterator[None]:
         ) from error
     except FileNotFoundError as error:
         raise FederationError(f"There is no checkpoint {path}.") from error
+    except IsADirectoryError as error:
+        raise FederationError(
+            f"{path} is a folder: give a checkpoint, such as runs/.../checkpoints/last.ckpt."
+        ) from error
     except PermissionError as error:
         raise FederationError(f"The checkpoint {path} cannot be read: {error.strerror}.") from error
     except Exception as error:
+        if (other := _OTHER_CLASS.match(str(error))) and other[1] != method:
+            raise FederationError(f"The checkpoint {path} is of {other[1]}, not of {method}.") from error
+        if lost := _LOST_OPTION.search(str(error)):
+            raise FederationError(
+                f"The checkpoint {path} is of another version of the library ({lost[1]}): load it with that version."
+            ) from error
         raise _damaged(path, type(error).__name__) from error
 
 

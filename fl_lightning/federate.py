@@ -99,6 +99,9 @@ def federate(module: LightningModule, method: type[FederatedModule] = FedAvg, **
         FederationError: if the module's training uses something that clients cannot do.
     """
     _check(module)
+    if not isinstance(method, type):
+        kind = type(method).__name__
+        raise FederationError(f"federate takes a method's class and its options: federate(module, {kind}, epochs=5).")
     settings = {} if "lr" in options else local_settings(module)
     made = method(LightningNet(module), **{**settings, **options})  # type: ignore[arg-type]
     check_optimizer(made)

@@ -119,6 +119,8 @@ def _load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
         _check_run(module, module._trainer, saved)
         _warn_of_changes(module, module._trainer, checkpoint)
     _check_form(saved, checkpoint["epoch"] if "epoch" in checkpoint else saved["rounds"])
+    if module._trainer is not None:
+        _check_rounds(module._trainer, saved["rounds"])
     if saved["engine"] is not None:
         module.engine.settle(saved["engine"])
     module.completed_rounds, module.summary = saved["rounds"], dict(saved["summary"])
@@ -126,6 +128,15 @@ def _load(module: FederatedModule, checkpoint: dict[str, Any]) -> None:
     module.load_server_extras(saved.get("server", {}))
     module.bytes_up, module.bytes_down = saved["bytes"]
     module.evaluator.load_state_dict(saved["scores"])
+
+
+def _check_rounds(trainer: Trainer, rounds: int) -> None:
+    """Reject a fit that is to end before the round that it resumes from."""
+    most = trainer.max_epochs
+    if _is_fit(trainer) and most not in (None, -1) and rounds > most:
+        raise FederationError(
+            f"The checkpoint has {rounds} rounds already: set max_epochs to more than that, not {most}."
+        )
 
 
 def _check_form(saved: dict[str, Any], epoch: int) -> None:

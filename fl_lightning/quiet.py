@@ -18,6 +18,8 @@ WARNINGS = (
     r".*recommended to use `self\.log\('(train|val|test|comm|clients|time)/.*sync_dist",  # the same on every rank
     r".*treespec, LeafSpec",  # Lightning 2.6 with newer torch
     r".*The number of training batches \(1\) is smaller than the logging interval",
+    r"\s*Dump of a value that does not round-trip: a tuple",  # a list in a configuration is as good
+    r"The dirpath has changed from",  # every run has a folder of its own
 )
 _ADVERT = re.compile(r"^💡|override existing callbacks passed to Trainer: (\w*ProgressBar|SignalsCallback)$")
 

@@ -228,10 +228,16 @@ def made(schedule: AnySchedule | Mapping[str, Any] | str | None, name: str) -> A
     if schedule is None:
         return Sigmoid()
     if isinstance(schedule, str):
+        path = schedule
         try:
-            schedule = pkgutil.resolve_name(schedule)
+            schedule = pkgutil.resolve_name(path)
         except (ValueError, ImportError, AttributeError):
-            raise FederationError(f"{name} was {schedule}, which cannot be imported: pass {name}= again.") from None
+            if "." in path:  # of a checkpoint
+                raise FederationError(f"{name} was {path}, which cannot be imported: pass {name}= again.") from None
+            raise FederationError(
+                f"{name} is no schedule: {path!r}; use one of fl_lightning.schedules, such as Cosine, or the import "
+                "path of a function."
+            ) from None
     if isinstance(schedule, Mapping):
         kind = pkgutil.resolve_name(schedule["class_path"])
         given = dict(schedule.get("init_args") or {})

@@ -264,6 +264,10 @@ class Regression(Task):
         """Reject targets that are not finite."""
         if not bool(torch.isfinite(target).all()):
             raise FederationError("Regression needs targets that are finite: leave samples without a target out.")
+        if target.shape[1:] == (1,):
+            raise FederationError(
+                "Regression of one number needs targets of shape (n), not (n, 1): pass y[:, 0] for y."
+            )
         if self.scores(output).shape[1:] != target.shape[1:]:
             self._refuse_output(f"(n{_tail(target) or ', 1'})", output)
 

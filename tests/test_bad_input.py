@@ -309,6 +309,7 @@ FILES: list[tuple[str, str, str, list[str], str]] = [
         "no file nosuch; the library's own configurations are: quickst",
     ),
     ("error", "e.py", "\n1 / 0\n", ["--use", "e.py"], "e.py cannot be used: ZeroDivisionError in line 2: division"),
+    ("no file to use", "e.py", "", ["--use", "nofile.py"], "^There is no file nofile.py: --use takes a Python file or"),
     ("syntax error", "s.py", "\n\ndef\n", ["--use", "s.py"], "s.py cannot be used: SyntaxError in line 3"),
 ]
 
@@ -341,6 +342,13 @@ def test_a_record_with_missing_keys_is_refused(key: str, tmp_path: Path) -> None
 
 COMMANDS: list[tuple[str, list[str], str]] = [
     ("no net", ["--data", "Digits", "--model", "FedAvg"], "a method needs a network: add --model.net, one of BiLSTM, "),
+    ("no data and method", [], "add --data and --model, or --config quickstart for a first run."),
+    ("no method", ["--data", "Digits"], "add --model, or --config quickstart"),
+    (
+        "a schedule",
+        ["--config", "quickstart", "--model.lr_schedule=Cosin"],
+        "lr_schedule is no schedule: 'Cosin'; use one",
+    ),
     ("half precision", ["--config", "quickstart", "--trainer.precision=16"], "precision=16 needs a gradient scaler"),
     ("devices", ["--config", "quickstart", "--trainer.devices=9999"], "--trainer.devices=9999 starts that many"),
 ]

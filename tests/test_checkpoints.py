@@ -19,9 +19,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fl_lightning import checkpoints
-from fl_lightning.checkpoints import CheckedCheckpointIO, SafeCheckpointIO
+from fl_lightning.checkpoints import CheckedCheckpointIO, SafeCheckpointIO, readable
 from fl_lightning.errors import FederationError
-from fl_lightning.methods import FedAvg
+from fl_lightning.methods import FedAvg, FedProx
 from fl_lightning.optim import FedAdam
 from tests.support import blobs, fit, largest_difference, mlp, trainer, weights
 
@@ -105,6 +105,22 @@ def test_a_flipped_weight_is_refused_by_load_from_checkpoint(folder: Path) -> No
     torch.load(folder / "last.ckpt", weights_only=True)  # PyTorch does not notice
     with pytest.raises(FederationError, match="its checksum differs"):
         FedAvg.load_from_checkpoint(folder / "last.ckpt")
+
+
+def test_wrong_checkpoints_are_named(folder: Path) -> None:
+    path = folder / "last.ckpt"
+    with pytest.raises(FederationError, match="is of FedAvg, not of FedProx"):
+        FedProx.load_from_checkpoint(path)
+    with pytest.raises(FederationError, match="is a folder: give a checkpoint"):
+        FedAvg.load_from_checkpoint(folder)
+    with pytest.raises(FederationError, match="has 3 rounds already: set max_epochs to more than that, not 2"):
+        run(folder / "again", 2, str(path))
+    error = ValueError("Errors:\n  - FedBPS has no option 'laplace_samples'; did you mean laplace.samples?\n")
+    with (
+        pytest.raises(FederationError, match="of another version of the library \\(FedBPS has no option"),
+        readable(path),
+    ):
+        raise error
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "epoch=2.ckpt"])

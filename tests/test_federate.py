@@ -24,6 +24,11 @@ from tests.support import CLASSES, FEATURES, blobs, fit, largest_difference, mlp
 from tests.support.problems import User
 
 
+def test_a_method_object_is_refused() -> None:
+    with pytest.raises(FederationError, match=r"takes a method's class and its options: federate\(module, FedAvg, ep"):
+        federate(User(), FedAvg(mlp()))  # type: ignore[arg-type]
+
+
 def test_one_client_trains_like_the_users_own_module() -> None:
     sizes, rounds = (24,), 1
     method = federate(User(), epochs=2, batch_size=24)

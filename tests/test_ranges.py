@@ -324,7 +324,7 @@ def test_help_has_the_ranges(capsys: pytest.CaptureFixture[str], monkeypatch: py
         ("FedProx", "(type: int, 1 or more, at most 1,000,000, default: 1)"),
         ("FedBPS", "(type: Union[float, Literal['auto']], between 0 and 1, default: 0.7)"),
         ("FedBPS", "--model.laplace.draws"),
-        ("WAFFLe", "logits of pi are kept within plus and minus this. (type: float, greater than 0, default: 8.0)"),
+        ("WAFFLe", "bound of the absolute logits of pi. (type: float, greater than 0, default: 8.0)"),
     ):
         with pytest.raises(SystemExit):
             main(["fit", f"--model.help={name}"])

@@ -19,7 +19,7 @@ from fl_lightning.callbacks import (
     PropertyInferenceCallback,
 )
 from fl_lightning.callbacks.attacks import AttackCallback
-from fl_lightning.cli.lightning import FederatedCLI, about, check_named, given
+from fl_lightning.cli.lightning import FederatedCLI, about, check_named, given, hide_dry_run
 from fl_lightning.cli.parsing import FederatedArgumentParser
 from fl_lightning.errors import FederationError
 from fl_lightning.privacy.views import VIEWS
@@ -49,6 +49,7 @@ class AttackCLI(FederatedCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of the attack."""
         super().add_arguments_to_parser(parser)
+        hide_dry_run(parser)
         parser.add_argument("--ckpt_path", type=str | None, help="checkpoint of the attacked run")
         parser.add_argument("--weights_only", type=bool | None, help="how to load the checkpoint, as in fit")
         parser.add_argument("--attack", type=Literal[tuple(ATTACKS)], default=next(iter(ATTACKS)), help="which attack")

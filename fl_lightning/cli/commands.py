@@ -56,7 +56,10 @@ COMMANDS = {
     "attack": Command(
         "fl_lightning.cli.attack",
         "run a privacy attack on a checkpoint",
-        ("fl-lightning attack --config quickstart --ckpt_path last.ckpt --attack membership --view outsider",),
+        (
+            "fl-lightning attack --config quickstart --ckpt_path runs/quickstart/version_0/checkpoints/last.ckpt "
+            "--attack membership --view outsider",
+        ),
     ),
     "reproduce": Command(
         "fl_lightning.cli.reproduce",
@@ -98,6 +101,10 @@ COMMANDS = {
 }
 
 
+#: Commands by other names for what they do.
+MEANT = {"report": ["compare"], "train": ["fit"], "run": ["fit"], "evaluate": ["test"], "list": ["methods"]}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run a command; user errors exit with one sentence and code 2, Ctrl-C with code 130."""
     if argv is None:  # at exit: a garbage collection of all objects would take seconds
@@ -110,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"fl-lightning {__version__}")
         return
     if arguments[0] not in COMMANDS:
-        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        near = MEANT.get(arguments[0]) or difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(COMMANDS)}."
         _refuse(f"There is no command {arguments[0]!r}: {hint}")
     _run(arguments)

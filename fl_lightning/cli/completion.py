@@ -5,6 +5,7 @@ The script is made once from the parsers and the package's exports, so that a co
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from typing import Any
 
@@ -102,7 +103,8 @@ def _lightning(command: str) -> list[str]:
 
 
 def _strings(parser: Any) -> list[str]:
-    return [text for action in parser._actions for text in action.option_strings if text.startswith("--")]
+    shown = (action for action in parser._actions if action.help != argparse.SUPPRESS)
+    return [text for action in shown for text in action.option_strings if text.startswith("--")]
 
 
 def _class_options(option: str, choices: dict[str, list[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import logging
 import os
@@ -168,6 +169,13 @@ class FederatedCLI(LightningCLI):
         if not self._get(self.config, "quiet"):
             print(f"The run is in {folder}" + (f"; test it with --ckpt_path {os.path.relpath(path)}" if path else ""))
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Hide options that the subcommand refuses."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand != "fit":
+            hide_dry_run(parser)
+        return parser
+
     def _run_subcommand(self, subcommand: str) -> None:
         """Refuse a dry run of other commands."""
         if subcommand != "fit" and self._get(self.config, "dry_run"):
@@ -186,6 +194,13 @@ class FederatedCLI(LightningCLI):
         if path is not None:
             print(f"fl-lightning: resuming from {path}.", file=sys.stderr)
             self.config_init["fit"]["ckpt_path"] = str(path)
+
+
+def hide_dry_run(parser: LightningArgumentParser) -> None:
+    """Leave ``--dry_run`` out of the help of a command that refuses it."""
+    for action in parser._actions:
+        if action.dest == "dry_run":
+            action.help = argparse.SUPPRESS
 
 
 def _has(given: Any, kind: type[Callback]) -> bool:
@@ -207,7 +222,7 @@ def check_named(checkpoint: str | None, goes_on: bool = False) -> None:
         goes_on: whether a fit goes on from it: ``last`` is then the newest run of the configuration, if there is one.
     """
     if checkpoint == "best" or (checkpoint == "last" and not goes_on):
-        raise FederationError(f"--ckpt_path {checkpoint} is not known here: give a file.")
+        raise FederationError(f"--ckpt_path {checkpoint} is not known here: give a file, such as runs/.../last.ckpt.")
 
 
 def main(argv: list[str]) -> None:

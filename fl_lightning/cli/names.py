@@ -50,10 +50,10 @@ def use(name: str) -> None:
     path = Path(name)
     if not name:
         raise FederationError("--use takes a Python file or the name of a module.")
+    if path.suffix == ".py" and not path.exists():
+        raise FederationError(f"There is no file {name}: --use takes a Python file or the name of a module.")
     try:
         if path.suffix == ".py":
-            if not path.exists():
-                raise FederationError(f"There is no file {name} to use.")
             folder, name = str(path.resolve().parent), path.stem
             if folder not in sys.path:  # a saved configuration names the class by file and class
                 sys.path.insert(0, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import set_parsing_settings
@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
-from fl_lightning.arguments import Settings, fixed_options, hint, limits, nearest
+from fl_lightning.arguments import Settings, fixed_options, hint, limits, nearest, parameters
 from fl_lightning.cli.names import USED
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.datamodules.partitions import PartitionScheme
@@ -75,7 +75,7 @@ class FederatedArgumentParser(LightningArgumentParser):
         raise SystemExit(2)
 
 
-def explain(message: str, options: Iterable[str] = ()) -> str:
+def explain(message: str, options: Collection[str] = ()) -> str:
     r"""One sentence out of jsonargparse's nested report.
 
     Args:
@@ -86,11 +86,13 @@ def explain(message: str, options: Iterable[str] = ()) -> str:
         >>> explain("Parser key \"lr\": Expected a <class 'float'>. Got value: abc")
         "lr: expected a value of type float, not 'abc'."
     """
-    option = ".".join(key or helped for key, helped in _KEY.findall(message))
+    option = ".".join(dict.fromkeys(key or helped for key, helped in _KEY.findall(message)))
     classes = [path.rpartition(".")[2] for path in _CLASS.findall(message)]
     lines = (_CLASS.sub("", _KEY.sub("", line.strip())).strip() for line in message.splitlines())
     reasons = [line.removeprefix("- ").rstrip(".") for line in lines if line and not _FRAME.match(line)]
-    reason = _wanted(reasons, message) or _plain(reasons[0] if reasons else " ".join(message.split()), option, classes)
+    reason = _wanted(reasons, message) or _plain(
+        reasons[0] if reasons else " ".join(message.split()), option, classes, options
+    )
     wrong = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", reason)
     reason += nearest(wrong[1], options).rstrip(".") if wrong else ""
     if reason.endswith("?"):
@@ -98,7 +100,7 @@ def explain(message: str, options: Iterable[str] = ()) -> str:
     return f"{option}: {reason}." if option else f"{reason}."
 
 
-def _plain(reason: str, option: str, classes: list[str]) -> str:
+def _plain(reason: str, option: str, classes: list[str], options: Collection[str]) -> str:
     unknown = re.search(r"Expected a dot import path string: (\S+)|Import path (\S+) does not correspond", reason)
     kind = option.rpartition(".")[2]
     if unknown and kind in CHOICES:
@@ -109,16 +111,36 @@ def _plain(reason: str, option: str, classes: list[str]) -> str:
         return f"there is no {noun} {name!r}{near or '; give the import path of its class'}"
     if re.search(r"required: net$|[Kk]ey \"net\" is required", reason):
         return f"a method needs a network: add --model.net, one of {', '.join(sorted(names(FedNet)))}"
+    missing = re.match(r"the following arguments are required: (.*fit\.)?(.*model|.*data)$", reason)
+    if missing:
+        return _missing(reason.partition(": ")[2])
+    if reason.startswith("Unable to load config"):  # settings
+        inner = ", ".join(text.removeprefix("--") for text in options if text.startswith(f"--{option}."))
+        return f"expected a dict, or its options one by one: {inner}"
     refused = re.search(r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)", reason)
     if refused:
         every = [kind for _, base in (*CHOICES.values(), *OTHERS.values()) for kind in known(base)]
-        kinds = [kind for kind in every if kind.__name__ in classes[-1:]] or every
+        kinds = [kind for kind in every if kind.__name__ in classes[-1:]] or _read(every, options) or every
         said = f"{classes[-1]} has no option {refused[1]!r}" if classes else reason
         fixed = {kind.__name__: fixed_options(kind)[refused[1]] for kind in kinds if refused[1] in fixed_options(kind)}
         if fixed:
             return f"{said}: leave it out, as with " + "; ".join(f"{name} {why}" for name, why in fixed.items())
         return said + hint(refused[1], kinds)
     return reason
+
+
+def _missing(names: str) -> str:
+    """Say which options to add; those of a subcommand are reported under its name."""
+    found = [f"--{name.rpartition('.')[2]}" for name in names.split(", ")]
+    words = " and ".join([*([", ".join(found[:-1])] if found[1:] else []), found[-1]])
+    return f"add {words}" + (", or --config quickstart for a first run" if "--model" in found else "")
+
+
+def _read(kinds: Sequence[type], options: Collection[str]) -> list[type]:
+    """Return the classes whose options a parser reads: all of theirs, and of no other class more."""
+    found = [kind for kind in kinds if all(f"--{name}" in options for name in parameters(kind))]
+    most = max((len(parameters(kind)) for kind in found), default=0)
+    return [kind for kind in found if most and len(parameters(kind)) == most]
 
 
 def _wanted(reasons: Sequence[str], message: str) -> str:

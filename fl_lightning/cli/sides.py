@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from fl_lightning.cli.lightning import FederatedCLI, about, given
+from fl_lightning.cli.lightning import FederatedCLI, about, given, hide_dry_run
 from fl_lightning.errors import FederationError
 from fl_lightning.module import FederatedModule
 
@@ -30,6 +30,7 @@ class SideCLI(FederatedCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of both sides."""
         super().add_arguments_to_parser(parser)
+        hide_dry_run(parser)
         parser.add_argument(
             "--insecure", action="store_true", help="use no TLS and no keys: only for trials on one machine"
         )

@@ -152,6 +152,12 @@ def config_hash(config: Config) -> str:
 
 def select(cells: Iterable[Cell], only: Mapping[str, str]) -> list[Cell]:
     """Select cells by values of keys, such as ``{"dataset": "mnist"}``; commas separate alternatives."""
+    cells = list(cells)
+    known = sorted({name for cell in cells for name in cell})
+    for name in only.keys() - set(known):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise FederationError(f"Cells of the table have no {name!r}{hint} They have {', '.join(known)}.")
     chosen = [cell for cell in cells if all(str(cell.get(k)) in v.split(",") for k, v in only.items())]
     if not chosen:
         asked = " ".join(f"{k}={v}" for k, v in only.items())

@@ -81,7 +81,8 @@ class Trap:
                 return cls(entries, layers[0])
         raise FederationError(
             f"{kind} cannot sort samples: that takes a dense layer with a bias, a ReLU and a dense layer, all of them "
-            "sent by the server. Set place='front' to put a layer in front of the net."
+            "sent by the server. Set place='front' to put a layer in front of the net "
+            '(on the command line --options \'{"place": "front"}\').'
         )
 
     def sent(self, received: State) -> State:

@@ -182,6 +182,12 @@ def test_every_net_can_be_named_and_gets_the_classes_of_the_data(net: str) -> No
         (["--model", "WAFFLEAvg", "--model.agent_of_interest", "10"], "must be one of 0 to 9 or all, not 10"),
         (["--model.lr", "fast"], "lr: expected a value of type float, not 'fast'"),
         (["--model.lrr", "3"], "Option 'lrr' is not accepted; did you mean lr?"),
+        (["--data.partition.clientz", "3"], "Option 'clientz' is not accepted; did you mean clients?"),
+        (["--model", "FedBPS", "--model.laplace_samples", "10"], "did you mean laplace.samples?"),
+        (
+            ["--model", "FedBPS", "--model.laplace", "3"],
+            "laplace: expected a dict, or its options one by one: laplace.c",
+        ),
         (["--model.weighting", "size"], "weighting: expected one of samples, uniform, not 'size'"),
         (["--trainer.rounds", "3"], "unrecognized arguments: --trainer.rounds"),
         (["--trainer.max_epocs", "3"], "did you mean --trainer.max_epochs?"),

@@ -114,6 +114,13 @@ def test_dry_run_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "--dry_run is an option of fit" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["fit", "test", "serve", "join", "federation", "attack"])
+def test_help_shows_a_dry_run_where_there_is_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert ("--dry_run" in capsys.readouterr().out) == (command == "fit")
+
+
 def test_quiet_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     main(["fit", "--config", "quickstart", "--quiet", "--trainer.max_epochs=1", "--model.engine=stacked"])
     assert capsys.readouterr().out == ""

@@ -145,6 +145,8 @@ def test_list_show_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
         table("nope")
     with pytest.raises(FederationError, match="No cell of the table has dataset=cats"):
         select(table(TABLE), {"dataset": "cats"})
+    with pytest.raises(FederationError, match="have no 'datasets'; did you mean dataset\\? They have dataset, method"):
+        select(table(TABLE), {"datasets": "mnist"})
     for argv in (["nope"], [TABLE, "--only", "mnist"]):
         with pytest.raises(SystemExit) as end:
             main(["reproduce", *argv])

@@ -93,7 +93,7 @@ def test_long_steps_that_lose_clearly_are_not_traced(
 ) -> None:
     """A step of a second is all arithmetic; one of milliseconds may be calls alone, which a capture spares."""
     clock = _Clock(monkeypatch)
-    reason = auto._hopeless(clock.probe("sequential", 0.0, sequential), clock.probe("stacked", 0.0, stacked))
+    reason = auto._skip_capture(clock.probe("sequential", 0.0, sequential), clock.probe("stacked", 0.0, stacked))
     assert bool(reason) == given_up
     assert not reason or "0.50 of its speed" in reason
 

@@ -379,7 +379,7 @@ AUTO: dict[str, Any] = {"p": "auto", "trials": TRIALS, **OPTIONS}
 
 def test_an_auto_run_is_the_run_with_the_p_that_it_chose() -> None:
     auto = FedBPS(mlp(), **AUTO)
-    with pytest.raises(FederationError, match="chosen when the run begins"):
+    with pytest.raises(FederationError, match="chosen at the start of the run"):
         _ = auto.p
     fit(auto, blobs(), rounds=2)
     fixed = FedBPS(mlp(), p=auto.p, **OPTIONS)
