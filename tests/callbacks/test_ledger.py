@@ -99,7 +99,7 @@ def test_a_private_name_that_goes_down_fails_the_run() -> None:
         def message_down(self, client: int) -> State:
             return self.server_state()
 
-    with pytest.raises(FederationError, match=r"carries head\.bias, head\.weight"):
+    with pytest.raises(FederationError, match=r"contains head\.bias, head\.weight"):
         fit(Down(mlp()), blobs(), 1, callbacks=[LedgerCallback()])
 
 

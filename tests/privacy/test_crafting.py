@@ -193,7 +193,7 @@ def test_what_cannot_be_crafted_is_refused(tmp_path: Path) -> None:
         fit(FedAvg(MLP(25, (20,), 3), engine="stacked"), data, 1, callbacks=[ImprintCallback(disturb=True)])
     with pytest.raises(FederationError, match="has no view outsider, as only a server crafts"):
         ImprintCallback(["outsider"])
-    with pytest.raises(FederationError, match="set place='first' to disturb it"):
+    with pytest.raises(FederationError, match="set place='first' with disturb"):
         ImprintCallback(place="front", disturb=True)
     with pytest.raises(FederationError, match="bins must be 2 or more, not 1"):
         ImprintCallback(bins=1)
