@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[dev,text]'
+	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[dev,text,deploy,parquet]'
 	@touch $@
 
 venv: $(READY)  ## set up .venv with the pinned versions
