@@ -69,18 +69,21 @@ def test_a_federation_on_one_machine_equals_its_simulation(config: Path, tmp_pat
     ("arguments", "said"),
     [
         (["join", "--client", "0", "--superlink", "here:1"], "give --authority"),
-        (["join", "--client", "0", "--superlink", "here:1", "--insecure", "--key", "k"], "uses neither"),
-        (["join", "--client", "0", "--superlink", "here:1", "--insecure"], "say --yes"),
+        (
+            ["join", "--client", "0", "--superlink", "here:1", "--insecure", "--key", "k"],
+            "--insecure excludes --key and --authority",
+        ),
+        (["join", "--client", "0", "--superlink", "here:1", "--insecure"], "add --yes"),
         (
             ["join", "--client", "0", "--superlink", "here:1", "--insecure", "--secure_aggregation", "require"],
             "takes part in secure aggregation alone, and the run has none",
         ),
-        (["join", "--client", "5", "--superlink", "here:1", "--insecure", "--yes"], "none is client 5"),
+        (["join", "--client", "5", "--superlink", "here:1", "--insecure", "--yes"], "0 to 1, not 5"),
         (["join", "--client", "0", "--superlink", "here", "--insecure", "--yes"], "must be host:port"),
         (["serve", "--clients", "2", "--min_clients", "3", "--insecure"], "between 1 and the 2"),
         (["serve", "--clients", "2", "--ckpt_path", "best"], "--ckpt_path best is not known here"),
         (["serve", "--clients", "2", "--patience", "0", "--insecure"], "patience must be"),
-        (["federation", "--clients", "3"], "between 1 and the 2 clients"),
+        (["federation", "--clients", "3"], "between 1 and 2, the number of clients"),
     ],
 )
 def test_mistakes_end_in_a_sentence(arguments: list[str], said: str, config: Path, tmp_path: Path) -> None:
