@@ -58,7 +58,7 @@ def kills() -> Iterator[Any]:
             yield pytest.param(hook, times, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("hook", "times"), kills())
+@pytest.mark.parametrize(("hook", "times"), list(kills()))
 def test_resume_after_kill_9_at_every_point(hook: str, times: int, tmp_path: Path, uninterrupted: Any) -> None:
     stopped(make(FedAvg), tmp_path, Stop(hook, times, kill), early=times < 3)
     assert_same(resumed(FedAvg, tmp_path), uninterrupted["FedAvg"])
